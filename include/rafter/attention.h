@@ -1,0 +1,163 @@
+// Attention: describe a problem, plan it once, run it as often as wanted.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "rafter/device.h"
+#include "rafter/roofline.h"
+#include "rafter/status.h"
+#include "rafter/tensor.h"
+
+namespace rafter {
+
+enum class MaskAlign : std::uint8_t { bottom_right, top_left };
+
+/// Which keys a query row sees. Row i sees key j when i + offset − window_left ≤ j ≤ i + offset +
+/// window_right, where offset = seqlen_kv − seqlen_q (bottom_right) or 0 (top_left) and −1 means
+/// unbounded. Causal is the window (−1, 0).
+struct Mask {
+  std::int64_t window_left = -1;
+  std::int64_t window_right = -1;
+  MaskAlign align = MaskAlign::bottom_right;
+
+  static constexpr Mask none() { return {}; }
+  static constexpr Mask causal(MaskAlign align = MaskAlign::bottom_right) { return {-1, 0, align}; }
+  static constexpr Mask window(std::int64_t left, std::int64_t right,
+                               MaskAlign align = MaskAlign::bottom_right) {
+    return {left, right, align};
+  }
+  constexpr bool is_none() const { return window_left < 0 && window_right < 0; }
+};
+
+enum class Layout : std::uint8_t {
+  dense,   // [batch, seqlen, heads, head_dim]
+  packed,  // [total, heads, head_dim] with cu_seqlens_q and cu_seqlens_kv
+  paged,   // q dense; k, v [pages, page_size, heads_kv, head_dim] with a page table and seqused_kv
+};
+
+/// What is asked for: shapes, dtypes and options. Lengths are capacities where the layout has
+/// lengths as data.
+struct AttentionProblem {
+  std::int64_t batch = 1;
+  std::int64_t heads_q = 1;
+  std::int64_t heads_kv = 0;  // 0: heads_q. Must divide heads_q.
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_kv = 0;
+  std::int64_t head_dim = 128;  // 1 to 256
+  std::int64_t head_dim_v = 0;  // 0: head_dim
+  DType dtype = DType::f32;     // of q, k, v; o is of this dtype or f32
+  Mask mask = {};
+  std::optional<float> softmax_scale = {};  // default 1 / sqrt(head_dim)
+  float softcap = 0;  // 0: off; else scores become softcap · tanh(score / softcap)
+  Layout layout = Layout::dense;
+  std::int64_t total_q = 0;    // packed: rows of q, o
+  std::int64_t total_kv = 0;   // packed: rows of k, v
+  std::int64_t page_size = 0;  // paged
+  std::int64_t num_pages = 0;  // paged: pages of k, v
+  bool seqused_kv =
+      false;  // lengths of the keys of each sequence are given at run time (≤ seqlen_kv)
+};
+
+/// How to do it: everything has a default, and whatever is asked for is done or refused by name.
+struct PlanOptions {
+  std::optional<Pipeline> pipeline = {};  // default: the pipeline of the cheapest kernel
+  std::string kernel = {};                // force the kernel of this name (kernels.h lists them)
+  int threads = 0;                        // CPU: 0 is the OpenMP default
+  std::int64_t splits = 0;                // split-kv: parts of the keys; 0 chooses
+  const DeviceSpec* device_spec =
+      nullptr;  // ceilings for the prediction; default: an estimate of this machine
+};
+
+struct ForwardInputs {
+  TensorView q;                  // [batch, seqlen_q, heads_q, head_dim]
+  TensorView k;                  // [batch, seqlen_kv, heads_kv, head_dim]
+  TensorView v;                  // [batch, seqlen_kv, heads_kv, head_dim_v]
+  IndexView cu_seqlens_q = {};   // packed: [batch + 1], starts with 0, ends with at most total_q
+  IndexView cu_seqlens_kv = {};  // packed: [batch + 1]
+  IndexView seqused_kv = {};     // [batch]
+  IndexView page_table = {};     // paged: [batch, pages per sequence]
+};
+
+struct ForwardOutputs {
+  TensorView o;      // [batch, seqlen_q, heads_q, head_dim_v]
+  LseView lse = {};  // [batch, heads_q, seqlen_q]; may be null
+};
+
+/// One kernel that was looked at when planning: what it would cost, or why it was refused.
+struct Candidate {
+  std::string kernel;
+  Pipeline pipeline = Pipeline::fused;
+  bool accepted = false;
+  double seconds = 0;   // predicted; meaningless when refused
+  std::string refusal;  // why, when refused
+};
+
+namespace detail {
+struct PlanState;
+}
+
+/// A validated problem with its kernel, workspace size and predicted cost. Cheap to copy,
+/// immutable, usable from any thread.
+class Plan {
+ public:
+  /// O = softmax(softmax_scale · QKᵀ + mask) V, accumulated in f32.
+  /// A query row that sees no key gives o = 0 and lse = −∞. Allocates nothing and synchronises
+  /// nothing. Errors: invalid_argument names the tensor or index that does not fit the problem, the
+  /// workspace that is too small, strides with a non-contiguous head_dim, lengths that are
+  /// negative, decreasing or beyond capacity. On error nothing is written.
+  Status forward(const ForwardInputs& in, const ForwardOutputs& out,
+                 Workspace workspace = {}) const;
+
+  const AttentionProblem& problem() const;  // with defaults filled in
+  const std::string& kernel() const;
+  Pipeline pipeline() const;
+  int threads() const;
+  std::int64_t workspace_bytes() const;
+  const Cost& cost() const;              // exact convention
+  const Prediction& prediction() const;  // on the device spec of the plan
+  const std::vector<Candidate>& candidates() const;
+  /// Several lines of text: the problem, the chosen kernel and its wall, every candidate with its
+  /// time or its refusal.
+  std::string explain() const;
+
+  explicit Plan(std::shared_ptr<const detail::PlanState> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<const detail::PlanState> state_;
+};
+
+/// Validates the problem, chooses the accepted kernel of least predicted time, sizes the workspace.
+/// Errors: invalid_argument names the field, what was given and what is allowed; unsupported lists
+/// every kernel and why it refused.
+Result<Plan> plan(const AttentionProblem& problem, const Device& device,
+                  const PlanOptions& options = {});
+
+/// Part of an attention result over some of the keys: o normalised over them, and their lse.
+struct AttentionState {
+  TensorView o;  // [batch, seqlen_q, heads_q, head_dim_v]
+  LseView lse;   // [batch, heads_q, seqlen_q]
+};
+
+/// Merges states over disjoint key sets into the state over their union: lse = log Σ exp(lse_i), o
+/// = Σ exp(lse_i − lse) o_i. Exact algebra: an empty state (o = 0, lse = −∞) with X is X to the
+/// bit; nothing overflows. `out` may be one of the states. Runs on the CPU. Errors:
+/// invalid_argument names the state and field that differ in shape or dtype from out. Source of the
+/// algebra: Milakov & Gimelshein 2018, arXiv 1805.02867.
+Status merge(std::span<const AttentionState> states, const AttentionState& out);
+
+/// Keys that row `row` of a sequence sees, as a half-open range [first, last) within [0,
+/// seqlen_kv).
+struct KeyRange {
+  std::int64_t first = 0, last = 0;
+};
+KeyRange visible_keys(const Mask& mask, std::int64_t row, std::int64_t seqlen_q,
+                      std::int64_t seqlen_kv);
+/// Rows of a sequence that see no key (their o is 0 and their lse −∞).
+std::int64_t empty_rows(const Mask& mask, std::int64_t seqlen_q, std::int64_t seqlen_kv);
+
+}  // namespace rafter

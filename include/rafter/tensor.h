@@ -1,0 +1,99 @@
+// Element types and non-owning views of tensors: a pointer, a dtype, and shape and strides by name.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "rafter/status.h"
+
+namespace rafter {
+
+enum class DType : std::uint8_t { f32, f16, bf16, e4m3, e5m2, int8, int4, i32, i64 };
+
+/// Bits of one element: 32, 16, 16, 8, 8, 8, 4, 32, 64.
+std::int64_t bits_of(DType dtype);
+/// Bytes of one element as a real number (int4: 0.5).
+inline double bytes_of(DType dtype) { return static_cast<double>(bits_of(dtype)) / 8.0; }
+/// "f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4", "i32", "i64".
+const char* to_string(DType dtype);
+/// The dtype of that name; invalid_argument names the allowed ones otherwise.
+Result<DType> parse_dtype(std::string_view name);
+
+/// A view of a tensor [batch, seqlen, heads, head_dim]; strides count elements and may have any
+/// order, except that head_dim must be contiguous where a kernel says so. A packed tensor [total,
+/// heads, head_dim] is batch = 1 and seqlen = total. A paged cache [pages, page_size, heads_kv,
+/// head_dim] is batch = pages, seqlen = page_size.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t batch = 0, seqlen = 0, heads = 0, head_dim = 0;
+  std::int64_t stride_batch = 0, stride_seqlen = 0, stride_heads = 0, stride_head_dim = 1;
+
+  std::int64_t elements() const { return batch * seqlen * heads * head_dim; }
+
+  /// Contiguous [batch, seqlen, heads, head_dim].
+  static TensorView contiguous(const void* data, DType dtype, std::int64_t batch,
+                               std::int64_t seqlen, std::int64_t heads, std::int64_t head_dim) {
+    return {const_cast<void*>(data),
+            dtype,
+            batch,
+            seqlen,
+            heads,
+            head_dim,
+            seqlen * heads * head_dim,
+            heads * head_dim,
+            head_dim,
+            1};
+  }
+  /// Contiguous [batch, heads, seqlen, head_dim].
+  static TensorView heads_first(const void* data, DType dtype, std::int64_t batch,
+                                std::int64_t heads, std::int64_t seqlen, std::int64_t head_dim) {
+    return {const_cast<void*>(data),
+            dtype,
+            batch,
+            seqlen,
+            heads,
+            head_dim,
+            heads * seqlen * head_dim,
+            head_dim,
+            seqlen * head_dim,
+            1};
+  }
+};
+
+/// lse [batch, heads_q, seqlen_q] (packed: [heads_q, total_q], batch = 1): f32, natural logarithm.
+/// Strides in elements. data may be null: lse is then not written.
+struct LseView {
+  float* data = nullptr;
+  std::int64_t batch = 0, heads = 0, seqlen = 0;
+  std::int64_t stride_batch = 0, stride_heads = 0, stride_seqlen = 1;
+
+  static LseView contiguous(float* data, std::int64_t batch, std::int64_t heads,
+                            std::int64_t seqlen) {
+    return {data, batch, heads, seqlen, heads * seqlen, seqlen, 1};
+  }
+};
+
+/// A vector of indices (lengths, offsets, page numbers) of dtype i32 or i64, contiguous; rows ×
+/// cols for a page table.
+struct IndexView {
+  const void* data = nullptr;
+  DType dtype = DType::i32;
+  std::int64_t size = 0;  // elements in all
+  std::int64_t cols = 0;  // page table: pages per sequence; else 0
+
+  bool empty() const { return data == nullptr; }
+  std::int64_t operator[](std::int64_t i) const {
+    return dtype == DType::i64 ? static_cast<const std::int64_t*>(data)[i]
+                               : static_cast<const std::int32_t*>(data)[i];
+  }
+};
+
+/// Memory that the caller lends to a run; contents before and after are meaningless.
+struct Workspace {
+  void* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
+}  // namespace rafter

@@ -1,0 +1,60 @@
+// What a kernel tells the dispatcher about itself. One kernel file defines one function that
+// returns its entries (several where the same source is compiled for several instruction sets);
+// CMake lists the files, nothing else does.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "rafter/attention.h"
+
+namespace rafter {
+
+/// A validated problem with every default filled in, and the options that matter to a kernel.
+struct KernelProblem {
+  AttentionProblem attention;  // heads_kv, head_dim_v and softmax_scale are set
+  int threads = 1;
+  std::int64_t splits = 0;
+};
+
+/// Everything a run needs: checked views and a workspace of at least workspace() bytes, 64-byte
+/// aligned.
+struct ForwardCall {
+  const KernelProblem& problem;
+  const ForwardInputs& in;
+  const ForwardOutputs& out;
+  Workspace workspace;
+};
+
+/// yes, or why not in one clause ("f16 is not among f32, bf16").
+struct Acceptance {
+  bool yes = true;
+  std::string reason;
+  static Acceptance accept() { return {}; }
+  static Acceptance refuse(std::string reason) { return {false, std::move(reason)}; }
+};
+
+struct KernelEntry {
+  std::string_view name;  // "forward_simd_avx2"
+  Device::Kind device;
+  Pipeline pipeline;
+  std::string_view instruction_set;  // "portable", "avx2", "avx512", "amx", "sm_90a"
+  std::vector<DType> dtypes;
+  std::string_view accepts_text;  // what it accepts, in words
+
+  Acceptance (*machine_has)();  // can this machine run it?
+  Acceptance (*accepts)(const KernelProblem&);
+  /// Predicted seconds on a device whose ceilings are given: the cost model times what this kernel
+  /// reaches of it.
+  double (*seconds)(const KernelProblem&, const DeviceSpec&);
+  std::int64_t (*workspace)(const KernelProblem&);
+  Status (*forward)(const ForwardCall&);
+  bool only_when_forced = false;  // the float64 reference: never chosen by itself
+};
+
+using EntriesFunction = std::span<const KernelEntry> (*)();
+
+}  // namespace rafter
