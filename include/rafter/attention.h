@@ -88,6 +88,12 @@ struct ForwardOutputs {
   LseView lse = {};  // [batch, heads_q, seqlen_q]; may be null
 };
 
+/// Where a CUDA plan queues its work: a cudaStream_t, null for the default stream. CPU plans run at
+/// once and refuse any other than null.
+struct Stream {
+  void* handle = nullptr;
+};
+
 /// One kernel that was looked at when planning: what it would cost, or why it was refused.
 struct Candidate {
   std::string kernel;
@@ -110,8 +116,10 @@ class Plan {
   /// nothing. Errors: invalid_argument names the tensor or index that does not fit the problem, the
   /// workspace that is too small, strides with a non-contiguous head_dim, lengths that are
   /// negative, decreasing or beyond capacity. On error nothing is written.
-  Status forward(const ForwardInputs& in, const ForwardOutputs& out,
-                 Workspace workspace = {}) const;
+  /// On CUDA every pointer (indices and workspace too) is device memory, the work is queued on
+  /// `stream`, and lengths are read on the device: those beyond capacity are clamped to it.
+  Status forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace = {},
+                 Stream stream = {}) const;
 
   const AttentionProblem& problem() const;  // with defaults filled in
   const std::string& kernel() const;

@@ -27,6 +27,7 @@ struct ForwardCall {
   const ForwardInputs& in;
   const ForwardOutputs& out;
   Workspace workspace;
+  Stream stream = {};  // CUDA kernels queue on it
 };
 
 /// yes, or why not in one clause ("f16 is not among f32, bf16").
