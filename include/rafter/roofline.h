@@ -1,10 +1,15 @@
 // What work costs (FLOPs, bytes, launches, footprint) and which wall it meets on a device. No
-// hardware needed.
+// hardware needed. All quantities are doubles in SI base units, the unit in the name; counts are
+// exact up to 2^53. Every function validates its arguments: an impossible one gives
+// invalid_argument that names it, what was given and what is allowed.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "rafter/device.h"
@@ -12,6 +17,8 @@
 #include "rafter/tensor.h"
 
 namespace rafter {
+
+struct AttentionProblem;  // attention.h
 
 /// Ways of computing the same attention; the arithmetic is the same, the bytes are the choice.
 enum class Pipeline : std::uint8_t {
@@ -24,13 +31,150 @@ const char* to_string(Pipeline pipeline);  // "unfused", "half-fused", "fused", 
 Result<Pipeline> parse_pipeline(std::string_view name);
 
 enum class Pass : std::uint8_t { forward, backward };
+const char* to_string(Pass pass);  // "forward", "backward"
+Result<Pass> parse_pass(std::string_view name);
+
 enum class Wall : std::uint8_t { compute, bandwidth, dispatch };
 const char* to_string(Wall wall);
 
+// ---------------------------------------------------------------------------------- conventions
+
+/// Which of the tensors Q, K, V, O enter the bytes (and the footprint).
+enum class CountQkvo : std::uint8_t {
+  always,
+  never,
+  fused_only,  // only where no score matrix lands (the lecture: beside S² they are dropped)
+};
+enum class TrafficModel : std::uint8_t {
+  compulsory,  // K, V are read once per KV head
+  tiled,       // K, V are read rows · head_dim / M times, M = fast_memory_bytes in elements
+};
+enum class CausalPairs : std::uint8_t {
+  exact,  // Σ over rows of the keys that each sees: S(S + 1)/2 for a square causal mask
+  half,   // seqlen_q · seqlen_kv / 2; only for a causal mask without a window
+};
+enum class KernelGain : std::uint8_t { ceiling, achieved };  // at the roofs, or with efficiencies
+enum class RidgeRounding : std::uint8_t { none, nearest };
+enum class CrossoverRounding : std::uint8_t { real, ceil, rounded_ridge };  // b · round(ridge)
+enum class VerdictWords : std::uint8_t {
+  exact,     // compute-bound, bandwidth-bound, dispatch-bound, near-ridge, ambiguous
+  lecture,   // compute-bound, bandwidth-bound, overhead-bound, near-ridge, ambiguous
+  solution,  // compute-bound, memory-bound, overhead-bound, near-ridge, ambiguous
+};
+enum class TimeModel : std::uint8_t {
+  max,  // dispatch overlaps the device: the larger of the two
+  sum,  // dispatch and device take turns
+};
+enum class GemmFlops : std::uint8_t {
+  all_params,     // 2 N per token: embedding table, norms and head included
+  matmul_params,  // 2 per parameter that a token is multiplied with: no embedding table, no norms;
+                  // the head for those positions whose logits are wanted
+};
+enum class Capacity : std::uint8_t {
+  usable,  // usable_bytes of the device: what is left after the weights
+  total,   // capacity_bytes of the device
+};
+enum class MemoryUnit : std::uint8_t { elements, bytes };  // what M of the tiled model counts
+
+/// How to count. Parameters have the names of golden/conventions.md; `exact` counts every term,
+/// `lecture` and `solution` reproduce two published derivations.
+struct Convention {
+  std::string name = "exact";  // with ", parameter=value" appended for every parameter set
+
+  // Attention: FLOPs.
+  double softmax_flops_per_element = 5;         // scale, max, subtract, exp, sum per visible score
+  double recompute_flops_per_element = 3;       // backward: scale, subtract lse, exp
+  double score_gradient_flops_per_element = 3;  // backward: dP − D, times P, times softmax_scale
+  CausalPairs causal_pairs = CausalPairs::exact;
+
+  // Attention: bytes.
+  std::optional<double> score_passes = {};  // of the scores through memory; unset: by pipeline,
+                                            // 4 unfused, 2 half-fused, 0 fused and split-kv
+  std::optional<double> backward_score_passes = {};  // unset: 7 unfused, 5 half-fused, 0 fused
+  std::optional<DType> score_dtype = {};             // of scores that land; unset: the problem's
+  CountQkvo count_qkvo = CountQkvo::always;
+  bool count_lse = true;
+  bool count_indices = true;   // page tables, lengths
+  bool count_partials = true;  // split-kv: partial o and lse written and read
+  TrafficModel traffic_model = TrafficModel::compulsory;
+  double fast_memory_bytes = 0;  // M of the tiled model, in bytes; needed when tiled
+  MemoryUnit fast_memory_unit = MemoryUnit::elements;  // M counts elements of the dtype, or bytes
+
+  // Decode.
+  std::optional<double> score_elements_per_key = {};  // per query head; unset: the pipeline's
+                                                      // score passes
+  bool count_qo = true;                               // q and o of the decode step
+
+  // GEMM and model.
+  bool count_gemm_activations = true;   // A and C of a GEMM, not the weights alone
+  bool count_elementwise = true;        // norms, RoPE, SwiGLU, residual adds of a model
+  std::optional<double> n_params = {};  // parameters of a model; unset: counted from its config
+  GemmFlops gemm_flops = GemmFlops::matmul_params;
+
+  // Device.
+  double compute_efficiency = 1;    // of peak, for times only: never for ceilings or walls
+  double bandwidth_efficiency = 1;  // of bandwidth, for times only
+  std::optional<double> attention_compute_efficiency = {};  // of a model's attention; unset: as
+                                                            // compute_efficiency
+  bool peak_per_precision = true;                           // false: the bf16 peak for every dtype
+  bool count_dispatch = true;           // launch cost as a third wall (a model's explicit launches
+                                        // always count)
+  std::optional<double> launch_s = {};  // unset: the device's launch_s
+  std::optional<double> graph_submit_s = {};  // unset: the device's graph_submit_s
+  TimeModel time_model = TimeModel::max;
+  double dead_band = 1;  // ≥ 1: near the ridge when ridge / dead_band ≤ intensity ≤ ridge ·
+                         // dead_band; 1: strict
+  KernelGain kernel_gain = KernelGain::achieved;
+  RidgeRounding ridge_rounding = RidgeRounding::none;              // of ridge_rounded only
+  CrossoverRounding crossover_rounding = CrossoverRounding::real;  // of seqlen_rounded only
+  VerdictWords verdict_words = VerdictWords::exact;
+
+  // Memory planner.
+  double layers_live = 1;  // layers whose activations and scores are held at once; 0: all
+  Capacity capacity = Capacity::total;
+  bool count_weights = true;      // in the plan
+  bool count_kv_cache = true;     // in the plan
+  bool count_activations = true;  // in the plan: residual stream and MLP
+
+  static Convention exact();
+  static Convention lecture();
+  static Convention solution();
+
+  /// Sets the parameter of that name from text ("softmax_flops_per_element", "5"); hyphens and
+  /// underscores are the same; "auto" unsets an optional one. Appends to `name`.
+  /// Errors: invalid_argument (unknown parameter with the list; value with what is allowed).
+  Status set(std::string_view parameter, std::string_view value);
+  /// invalid_argument for a value that means nothing (negative passes, efficiency not in (0, 1],
+  /// …).
+  Status validate() const;
+  /// The value of each parameter as text, in the order of convention_parameters().
+  std::vector<std::string> values() const;
+};
+/// "exact", "lecture" or "solution"; invalid_argument lists them.
+Result<Convention> find_convention(std::string_view name);
+/// One parameter of a Convention, for help texts and flags.
+struct ConventionParameter {
+  std::string name;     // "softmax_flops_per_element"
+  std::string allowed;  // "a number ≥ 0", "compulsory, tiled"
+  std::string what;     // one clause
+};
+const std::vector<ConventionParameter>& convention_parameters();
+
+// ----------------------------------------------------------------------------------------- costs
+
 /// Bytes of one stream of a kernel's traffic.
 struct ByteTerm {
-  std::string name;  // "q", "k", "v", "o", "lse", "scores_write", "page_table", "partials", …
+  std::string name;  // "q", "k", "v", "o", "lse", "scores", "page_table", "lengths", "partials",
+                     // "kv_scales", "do", "delta", "dq", "dk", "dv", "a", "b", "c", …
   double bytes = 0;
+};
+
+/// One kernel of a pipeline: "qk", "softmax", "pv"; "qk", "softmax_pv"; "attention"; "merge"; …
+struct KernelCost {
+  std::string name;
+  double matmul_flops = 0, softmax_flops = 0;
+  double bytes = 0;
+  double elements = 0;  // of bytes, those of tensors and scores, counted in elements
 };
 
 /// What a piece of work costs under a named convention. Counts are exact as doubles up to 2^53.
@@ -41,25 +185,394 @@ struct Cost {
   double bytes = 0;          // main-memory traffic: the sum of bytes_by_term
   std::vector<ByteTerm> bytes_by_term;
   double launches = 0;
-  double footprint_bytes = 0;  // live at once: inputs, outputs, and what the pipeline materialises
+  double footprint_bytes = 0;     // live at once: the tensors counted, and what the pipeline
+                                  // materialises (one score matrix: softmax works in place)
   double score_matrix_bytes = 0;  // of the full score matrix in this dtype, whether or not it lands
   DType dtype = DType::bf16;      // whose matmul peak applies
   std::string convention = "exact";
 
-  double intensity() const { return flops / bytes; }  // FLOP/B
+  double pairs = 0;         // visible (query, key) pairs over batch and query heads
+  double exponentials = 0;  // of those flops
+  double kv_bytes = 0;      // K and V (with scales) read; decode
+  std::vector<KernelCost> kernels;
+  // For the ceilings below the roof; 0 where the notion does not apply.
+  double unfused_bytes = 0;  // the same attention by the unfused pipeline
+  double untiled_bytes = 0;  // every operand of every multiply-add fetched from memory
+
+  /// FLOP/B; 0 for work without bytes.
+  double intensity() const { return bytes > 0 ? flops / bytes : 0; }
+};
+
+/// Attention (attention.h's problem), per pipeline and pass.
+///   forward   FLOPs 2·pairs·(head_dim + head_dim_v) + softmax · pairs, pairs counted exactly per
+///             row; K, V only for keys that some row sees, once per KV head; scores pass through
+///             memory score_passes times (visible ones only)
+///   backward  fused: 5 products (QKᵀ again, dP, dV, dK, dQ); unfused and half-fused: 4, and the
+///             stored P or S read back; D = rowsum(dO ∘ O) by a kernel of its own
+/// Packed problems cost as many full-length sequences as total_q and total_kv hold, and the rest;
+/// `splits` is for split_kv: partials are written and read when it is above 1.
+/// Lengths of 0 cost nothing. Errors: invalid_argument (shape, dtype, convention parameter).
+Result<Cost> attention_cost(const AttentionProblem& problem, Pipeline pipeline,
+                            Pass pass = Pass::forward, const Convention& convention = {},
+                            std::int64_t splits = 1);
+/// The same where the length of each sequence is known (packed, paged, seqused_kv): problem.batch
+/// and seqlens are ignored.
+struct SequenceLength {
+  std::int64_t seqlen_q = 0, seqlen_kv = 0;
+};
+Result<Cost> attention_cost(const AttentionProblem& problem,
+                            std::span<const SequenceLength> sequences, Pipeline pipeline,
+                            Pass pass = Pass::forward, const Convention& convention = {},
+                            std::int64_t splits = 1);
+
+/// Visible (query, key) pairs of one head of one sequence, in closed form.
+Result<double> visible_pairs(const AttentionProblem& problem, const Convention& convention = {});
+
+/// One decode step of attention: seqlen_q new tokens of each sequence against its cache.
+struct DecodeProblem {
+  std::int64_t batch = 1;
+  std::int64_t heads_q = 1;
+  std::int64_t heads_kv = 0;  // 0: heads_q
+  std::int64_t seqlen_q = 1;  // new tokens (all keys are seen by all)
+  std::int64_t seqlen_kv = 0;
+  std::int64_t head_dim = 128;
+  std::int64_t head_dim_v = 0;         // 0: head_dim
+  DType dtype = DType::bf16;           // of q, o and the arithmetic
+  std::optional<DType> kv_dtype = {};  // unset: dtype
+  std::int64_t kv_scale_block = -1;  // elements of a row that share a scale; −1: 32 for int8 and
+                                     // int4 (as ggml's q8_0, q4_0), none else; 0: no scales
+  double kv_scale_bytes = 2;         // of one scale (f16)
+  std::int64_t page_size = 0;        // 0: not paged; else keys per page, table entries are i32
+  std::int64_t splits = 1;
+};
+/// Per KV head: FLOPs group · seqlen_q · (2·S·(head_dim + head_dim_v) + softmax · S); bytes: K and
+/// V once, scales, score_elements_per_key · S per query row, q, o, lse, page table, partials.
+Result<Cost> decode_cost(const DecodeProblem& problem, Pipeline pipeline = Pipeline::split_kv,
+                         const Convention& convention = {});
+/// Blocks of a decode step (batch · heads_kv · splits) over the device's SMs: below 1, some idle.
+/// Errors: missing sm_count.
+Result<double> sm_fill(const DecodeProblem& problem, const DeviceSpec& device);
+
+/// C [m, n] = A [m, k] · B [k, n], batch of them: 2·m·n·k FLOPs; A, B, C once each (under
+/// count_gemm_activations = false the weights B alone).
+struct GemmProblem {
+  std::int64_t m = 1, n = 1, k = 1;
+  std::int64_t batch = 1;
+  DType dtype = DType::bf16;               // of A, C and the arithmetic
+  std::optional<DType> weight_dtype = {};  // of B; unset: dtype
+};
+Result<Cost> gemm_cost(const GemmProblem& problem, const Convention& convention = {});
+
+/// A kernel that touches each of `elements` a fixed number of times.
+struct ElementwiseProblem {
+  double elements = 0;
+  double reads = 1, writes = 1;  // elements read and written per element
+  double flops_per_element = 1;
+  DType dtype = DType::bf16;
+
+  static ElementwiseProblem rmsnorm(double elements, DType dtype);       // 4 FLOP, 1 read, 1 write
+  static ElementwiseProblem residual_add(double elements, DType dtype);  // 1 FLOP, 2 reads, 1 write
+  static ElementwiseProblem swiglu(double elements, DType dtype);        // 5 FLOP, 2 reads, 1 write
+  static ElementwiseProblem rope(double elements, DType dtype);          // 3 FLOP, 1 read, 1 write
+};
+Result<Cost> elementwise_cost(const ElementwiseProblem& problem, const Convention& convention = {});
+
+// ------------------------------------------------------------------------------------ predictions
+
+/// A rate that a kernel cannot pass while it lacks something, and what to do about it.
+struct Ceiling {
+  std::string name;  // "compute peak", "bandwidth roof", "exp unit", "no tensor cores",
+                     // "no fusion", "no tiling", "launch"
+  double flop_per_s = 0;
+  std::string advice;  // what lifts it
 };
 
 /// A Cost on a device: the time of each wall and the largest.
 struct Prediction {
-  double time_s = 0;  // max (roofline) or sum, as the convention says
-  double time_compute_s = 0, time_bandwidth_s = 0, time_dispatch_s = 0;
-  double time_sum_s = 0;  // the pessimistic end: nothing overlaps
-  Wall wall = Wall::compute;
-  bool near_ridge = false;  // intensity within a factor dead_band of the ridge
+  double time_s = 0;                                // max (roofline) or sum, as the convention says
+  double time_compute_s = 0, time_bandwidth_s = 0;  // with the convention's efficiencies
+  double time_dispatch_s = 0;  // NaN when the device has no launch_s (dispatch_reason says so)
+  double time_sum_s = 0;       // the pessimistic end: nothing overlaps
+  double time_low_s = 0, time_high_s = 0;  // by the measured spread of the device's figures; else
+                                           // time_s
+  Wall wall = Wall::compute;  // the largest term at the roofs (efficiencies do not move a wall);
+                              // compute when intensity equals the ridge
+  Wall largest_term = Wall::compute;  // of the times above
+  bool near_ridge = false;            // intensity within a factor dead_band of the ridge
+  bool ambiguous = false;  // the ridge lies within the measured error bar around the intensity
   double intensity_flop_per_byte = 0, ridge_flop_per_byte = 0;
-  double attainable_flop_per_s = 0;
+  double ridge_low_flop_per_byte = 0, ridge_high_flop_per_byte = 0;  // the measured spread
+  double ridge_rounded_flop_per_byte = 0;                            // as ridge_rounding says
+  double ridge_multiple = 0;                                         // intensity / ridge
+  double peak_flop_per_s = 0, bandwidth_bytes_per_s = 0;             // the figures used
+  double attainable_flop_per_s = 0;      // min(peak, intensity · bandwidth): the roof
+  double bandwidth_roof_flop_per_s = 0;  // intensity · bandwidth
+  double peak_fraction = 0;              // attainable / peak
+  double achieved_flop_per_s = 0;        // flops / time_s
+  std::vector<Ceiling> ceilings;         // ascending: the first is what binds an untuned kernel
+  std::string dispatch_reason;
   std::string device;
   std::string convention;
+  VerdictWords words = VerdictWords::exact;
+
+  /// "compute-bound", "bandwidth-bound" (or "memory-bound", as the convention's words),
+  /// "near-ridge" inside the dead band, "ambiguous" inside the error bar, "dispatch-bound".
+  std::string verdict() const;
 };
+/// Errors: invalid_argument that names the missing figure (peak_<dtype>_flop_per_s,
+/// bandwidth_bytes_per_s) and the device; a convention parameter.
+Result<Prediction> predict(const Cost& cost, const DeviceSpec& device,
+                           const Convention& convention = {});
+
+/// peak / bandwidth for a dtype, at the roofs. Errors: missing figures.
+struct Ridge {
+  double flop_per_byte = 0, rounded_flop_per_byte = 0;
+  double low_flop_per_byte = 0, high_flop_per_byte = 0;  // measured spread; equal when not measured
+  double peak_flop_per_s = 0, bandwidth_bytes_per_s = 0;
+  double achieved_flop_per_s = 0;  // compute_efficiency · peak
+};
+Result<Ridge> ridge(const DeviceSpec& device, DType dtype, const Convention& convention = {});
+
+/// What fusing is worth for one attention: this problem unfused against `pipeline`.
+struct FusionGain {
+  double ceiling = 0;  // peak / (intensity_unfused · bandwidth), 1 when unfused is compute-bound
+  double achieved =
+      0;            // efficiency · peak / (bandwidth_efficiency · intensity_unfused · bandwidth)
+  double gain = 0;  // either, as the convention's kernel_gain says
+  double by_times = 0;     // time unfused / time of the pipeline
+  double bytes_ratio = 0;  // bytes unfused / bytes of the pipeline
+  Prediction unfused, pipeline;
+};
+Result<FusionGain> fusion_gain(const AttentionProblem& problem, Pipeline pipeline,
+                               const DeviceSpec& device, const Convention& convention = {});
+
+/// The length seqlen_q = seqlen_kv at which attention crosses the ridge. With FLOPs f2·S² + f1·S
+/// and bytes b2·S² + b1·S the root is (ridge·b1 − f1) / (f2 − ridge·b2), closed form; masks with a
+/// window and tiled traffic are solved by bisection of the (monotone) intensity.
+struct Crossover {
+  bool reachable = false;
+  std::optional<double> seqlen;             // real; unset when never
+  std::optional<std::int64_t> seqlen_ceil;  // smallest whole length at or above the ridge
+  std::optional<double> seqlen_rounded;     // as crossover_rounding says
+  std::optional<double> intensity_limit_flop_per_byte;  // S → ∞; unset when unbounded
+  std::optional<double> shortfall;                      // ridge / intensity limit
+  std::optional<double> root;  // the algebraic root, also when negative; unset without one
+  double numerator = 0;        // ridge·b1 − f1, per query head
+  double coefficient = 0;      // f2 − ridge·b2, per query head
+  double ridge_flop_per_byte = 0;
+  bool closed_form = true;
+  std::string device, convention;
+};
+Result<Crossover> crossover(const AttentionProblem& problem, Pipeline pipeline,
+                            const DeviceSpec& device, const Convention& convention = {});
+
+/// The tiled traffic model of the I/O bound: with M of fast memory, M / head_dim rows of queries
+/// stay on chip, so K and V pass S·head_dim/M times: S²·head_dim²/M elements (constant 1).
+struct Tiling {
+  double fast_memory_elements = 0;  // M (bytes when the convention's fast_memory_unit says so)
+  double tile_rows = 0;             // M / head_dim
+  double kv_passes = 0;             // S · head_dim / M
+  double io_elements = 0;           // S² · head_dim² / M
+  double io_bytes = 0;
+  double unfused_elements = 0;      // S²
+  double reduction_vs_unfused = 0;  // S² / io_elements = M / head_dim²
+  double score_matrix_bytes = 0;    // S² · b, one head
+  bool score_matrix_fits = false;   // in fast_memory_bytes
+};
+Result<Tiling> tiling(std::int64_t seqlen, std::int64_t head_dim, DType dtype,
+                      double fast_memory_bytes, const Convention& convention = {});
+
+/// Backward: keep the scores (written once, read once) or recompute them (2·pairs·head_dim FLOPs).
+struct RecomputeChoice {
+  double score_bytes = 0;   // one way
+  double store_bytes = 0;   // written and read back
+  double store_time_s = 0;  // at bandwidth_efficiency
+  double recompute_flops = 0;
+  double recompute_time_s = 0;                // at compute_efficiency
+  double store_over_recompute = 0;            // of the times
+  double break_even_ridge_flop_per_byte = 0;  // head_dim / b: recompute wins where achieved
+                                              // FLOP/s over achieved B/s is above it
+  double achieved_ridge_flop_per_byte = 0;
+  double extra_flops_fraction = 0;  // of the four products that the backward needs anyway
+  double statistics_bytes = 0;      // m and l in f32, kept instead
+  bool recompute_is_cheaper = false;
+  const char* cheaper() const { return recompute_is_cheaper ? "recompute" : "store"; }
+};
+Result<RecomputeChoice> recompute_choice(const AttentionProblem& problem, const DeviceSpec& device,
+                                         const Convention& convention = {});
+
+// --------------------------------------------------------------------------------- online softmax
+
+/// Running maximum, running sum of exp(x − m), and Σ exp(x − m)·v / l when values are given. Empty:
+/// m = −∞, l = 0, output 0.
+struct SoftmaxState {
+  double m = -HUGE_VAL;
+  double l = 0;
+  double output = 0;
+  double lse() const { return l > 0 ? m + std::log(l) : -HUGE_VAL; }
+};
+/// The state of the union: exact algebra, an empty state changes no bit.
+SoftmaxState merge_states(const SoftmaxState& a, const SoftmaxState& b);
+
+struct SoftmaxStep {
+  double m = 0, l = 0;
+  double rescale = 0;  // exp(m before − m after): what was held is multiplied by it; 0 at first
+  double output = 0;   // normalised, over the keys so far
+};
+struct SoftmaxTrace {
+  std::vector<SoftmaxStep> steps;  // one per block
+  double sum_exp = 0;              // l · exp(m); +∞ where that overflows (lse does not)
+  double lse = 0;
+  std::optional<double> output;  // when values were given
+};
+/// Blocks in order, any sizes, also empty. Scores: finite or −∞. values: empty, or one per score in
+/// the same blocks, finite.
+Result<SoftmaxTrace> online_softmax(const std::vector<std::vector<double>>& scores,
+                                    const std::vector<std::vector<double>>& values = {});
+/// Cuts a row of scores into blocks of `block` (the last one shorter).
+Result<std::vector<std::vector<double>>> split_blocks(std::span<const double> scores,
+                                                      std::int64_t block);
+
+// ----------------------------------------------------------------------------------------- models
+
+/// A Llama-like decoder: RMSNorm, attention with RoPE and GQA, SwiGLU MLP.
+struct ModelConfig {
+  std::string name;
+  std::int64_t hidden_size = 0, intermediate_size = 0, num_layers = 0;
+  std::int64_t heads_q = 0, heads_kv = 0, head_dim = 0;
+  std::int64_t vocab_size = 0;
+  bool tie_word_embeddings = false;
+  bool attention_bias = false;  // on q, k, v and o
+  bool qkv_bias = false;        // on q, k, v only (Qwen2)
+  bool mlp_bias = false;
+  DType dtype = DType::bf16;  // of weights and activations as published
+
+  std::int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 0; }
+};
+/// Names of the built-in models.
+std::vector<std::string> model_names();
+Result<ModelConfig> find_model(std::string_view name);  // invalid_argument lists the names
+/// A Hugging Face config.json of a Llama-like model. num_key_value_heads defaults to
+/// num_attention_heads, head_dim to hidden_size / num_attention_heads. Errors: io_error (not JSON),
+/// invalid_argument (missing or impossible key), unsupported (a model_type that is not Llama-like).
+Result<ModelConfig> parse_model(std::string_view json, std::string_view name = "config.json");
+Result<ModelConfig> load_model(const std::string& path);
+
+struct ParameterTensor {
+  std::string name;     // "layers.*.self_attn.q_proj.weight"
+  double count = 1;     // of such tensors
+  double elements = 0;  // of one
+  bool matmul = false;  // a token is multiplied with it
+};
+struct ParameterCount {
+  double total = 0;                    // what n_params is, or the convention's override
+  double embedding = 0, head = 0;      // head 0 when tied
+  double layer = 0, layer_matmul = 0;  // of one layer
+  double matmul = 0;                   // all layers' products and the head (also when tied)
+  std::vector<ParameterTensor> tensors;
+};
+Result<ParameterCount> count_parameters(const ModelConfig& model,
+                                        const Convention& convention = {});
+
+enum class Phase : std::uint8_t { prefill, decode };
+const char* to_string(Phase phase);  // "prefill", "decode"
+
+/// One forward pass of a model.
+struct ModelStep {
+  ModelConfig model;
+  Phase phase = Phase::prefill;
+  std::int64_t seqlen = 0;  // prefill: tokens of each sequence; decode: context (0: weights only)
+  std::int64_t batch = 1;   // 0: as many sequences as the memory holds (decode)
+  Pipeline pipeline = Pipeline::fused;
+  bool causal = true;                      // prefill
+  std::optional<DType> weight_dtype = {};  // unset: the model's
+  std::optional<DType> kv_dtype = {};      // unset: the model's
+  bool all_logits = false;                 // prefill: logits of every position, not the last only
+  std::int64_t splits = 1;                 // decode attention
+  std::optional<double> launches = {};     // unset: counted from the structure
+  bool graph = false;                      // captured: one submission in place of the launches
+  /// The time of reading the weights, in place of bytes over bandwidth; stated for weights of
+  /// memory_floor_dtype and scaled to weight_dtype.
+  std::optional<double> memory_floor_s = {};
+  DType memory_floor_dtype = DType::bf16;
+  std::optional<double> capacity_bytes = {};  // for max_batch; unset: the device's
+};
+/// share of the step's unfused time that attention takes, how much faster it becomes, and what the
+/// whole gains: 1 / (1 − share + share / speedup), at most 1 / (1 − share).
+struct Amdahl {
+  double share = 0, speedup = 0, gain = 0, bound = 0;
+};
+struct ModelBudget {
+  double n_params = 0;
+  double batch = 0, tokens = 0;
+  double flops = 0, gemm_flops = 0, attention_flops = 0, elementwise_flops = 0;
+  double bytes = 0, weight_bytes = 0, kv_bytes = 0;  // kv_bytes: read (decode), written (prefill)
+  double attention_bytes = 0, elementwise_bytes = 0, activation_bytes = 0;
+  double kv_bytes_per_token = 0;  // one token, all layers
+  double time_s = 0, gemm_time_s = 0, attention_time_s = 0, elementwise_time_s = 0;
+  double device_time_s = 0;   // the kernels' sum
+  double weights_time_s = 0;  // reading the weights: the floor of a decode step
+  double launches = 0, launches_per_layer = 0;
+  double dispatch_time_s = 0;    // NaN when the device has no launch cost and none was given
+  double dispatch_fraction = 0;  // of the step without overlap: dispatch / (dispatch + device)
+  std::string dispatch_reason;
+  double attention_share = 0;       // of the FLOPs
+  double attention_time_share = 0;  // of the kernels' time
+  double gain_over_unfused = 1;     // this step with the unfused pipeline over this one
+  double unfused_time_s = 0;
+  Amdahl amdahl;
+  double intensity_flop_per_byte = 0, ridge_flop_per_byte = 0;
+  double gemm_intensity_flop_per_byte = 0;
+  std::optional<double> max_batch;  // sequences of seqlen whose KV cache fits; unset: seqlen is 0
+                                    // or the device has no capacity
+  double tokens_per_s = 0;
+  Wall wall = Wall::compute;  // the largest of compute, bandwidth and dispatch, at the roofs
+  bool near_ridge = false;
+  std::string device, convention;
+  VerdictWords words = VerdictWords::exact;
+  std::string verdict() const;
+};
+Result<ModelBudget> model_budget(const ModelStep& step, const DeviceSpec& device,
+                                 const Convention& convention = {});
+
+/// Lengths at which attention takes over.
+struct ModelLengths {
+  double attention_equals_gemm_seqlen = 0;        // attention FLOPs = all GEMM FLOPs
+  double attention_equals_layer_gemm_seqlen = 0;  // = a layer's GEMM FLOPs (no embedding, no head)
+};
+Result<ModelLengths> model_lengths(const ModelConfig& model, const Convention& convention = {});
+/// Prefill length (real) at which step.pipeline gains `gain` over unfused, by bisection; unset when
+/// no length up to 2^40 does.
+Result<std::optional<double>> seqlen_for_gain(const ModelStep& step, double gain,
+                                              const DeviceSpec& device,
+                                              const Convention& convention = {});
+
+// ---------------------------------------------------------------------------------- memory planner
+
+struct MemoryProblem {
+  ModelConfig model;
+  std::int64_t batch = 1;
+  Pipeline pipeline = Pipeline::fused;
+  std::optional<DType> weight_dtype = {};
+  std::optional<DType> kv_dtype = {};
+  std::optional<double> capacity_bytes = {};  // unset: the device's, as the convention says
+};
+struct MemoryUse {
+  double footprint_bytes = 0;
+  std::vector<ByteTerm> terms;  // "weights", "kv_cache", "scores", "qkvo", "lse", "activations"
+  double capacity_bytes = 0;
+  bool fits = false;
+  double share = 0;  // footprint / capacity
+};
+struct MemoryPlan {
+  std::int64_t max_seqlen = 0;  // 0: not even one token fits
+  MemoryUse at_max;
+};
+/// Memory at a length. device may be null when capacity_bytes is given.
+Result<MemoryUse> memory_use(const MemoryProblem& problem, std::int64_t seqlen,
+                             const DeviceSpec* device, const Convention& convention = {});
+/// The largest length that fits (by bisection over the monotone footprint, up to 2^40).
+Result<MemoryPlan> plan_memory(const MemoryProblem& problem, const DeviceSpec* device,
+                               const Convention& convention = {});
 
 }  // namespace rafter
