@@ -1,0 +1,31 @@
+# Thin fronts over CMake: each installs the packages that are missing, builds what it needs, runs.
+#   make run     the main job: measure this machine, run the pipelines, write report.html
+#   make build   build/rafter
+#   make test    build and run every test of this machine
+#   make bench   the benchmark grid, predicted and measured side by side
+BUILD := build
+QKV := $(firstword $(wildcard tests/data/*.safetensors))
+LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+# The compiler's own messages only: a recipe line that says what it runs is enough.
+CONFIGURE = tools/install_packages.sh build && \
+  cmake --preset default -B $(BUILD) $(LAUNCHER) --log-level=WARNING
+
+.PHONY: run build test bench clean
+
+run: build
+	$(BUILD)/rafter report --out report.html $(if $(QKV),--qkv $(QKV))
+
+build:
+	$(CONFIGURE)
+	cmake --build $(BUILD) --target rafter_tool
+
+test:
+	$(CONFIGURE)
+	cmake --build $(BUILD)
+	tools/run_tests $(BUILD) --summary $(BUILD)/test_totals.json
+
+bench: build
+	$(BUILD)/rafter bench attention
+
+clean:
+	rm -rf $(BUILD) build-*
