@@ -99,8 +99,9 @@ struct Candidate {
   std::string kernel;
   Pipeline pipeline = Pipeline::fused;
   bool accepted = false;
-  double seconds = 0;   // predicted; meaningless when refused
-  std::string refusal;  // why, when refused
+  double seconds = 0;             // predicted; meaningless when refused
+  std::string refusal;            // why, when refused
+  bool only_when_forced = false;  // accepts, but is never chosen unless named
 };
 
 namespace detail {

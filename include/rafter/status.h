@@ -53,7 +53,9 @@ class [[nodiscard]] Status {
   const std::string& given() const { return given_; }
   const std::string& allowed() const { return allowed_; }
 
-  /// One line: "head_dim: 300 given; 1 to 256 allowed". "ok" when there is no error.
+  /// One line: "head_dim: 300 given; 1 to 256 allowed" (invalid argument),
+  /// "pipeline: split-kv is not supported: why" (unsupported), "q.npy: header is truncated; …"
+  /// (device and i/o errors: parameter, given, allowed as they are). "ok" when there is no error.
   std::string message() const;
 
  private:

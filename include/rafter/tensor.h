@@ -1,6 +1,7 @@
 // Element types and non-owning views of tensors: a pointer, a dtype, and shape and strides by name.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -19,6 +20,46 @@ inline double bytes_of(DType dtype) { return static_cast<double>(bits_of(dtype))
 const char* to_string(DType dtype);
 /// The dtype of that name; invalid_argument names the allowed ones otherwise.
 Result<DType> parse_dtype(std::string_view name);
+
+// Conversions of the 16-bit formats: round to nearest, ties to even; NaN stays NaN, infinities and
+// signed zeros stay.
+constexpr float bf16_to_f32(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+constexpr std::uint16_t f32_to_bf16(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  // A NaN keeps its upper bits and gets a quiet bit, so that rounding cannot carry it to infinity.
+  const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<std::uint16_t>((is_nan ? bits | 0x400000u : rounded) >> 16);
+}
+constexpr float f16_to_f32(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+  const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
+  // Read as f32 the magnitude is 2^112 too small (the exponent bias differs by 112); the product
+  // is exact, subnormals included. Infinities and NaN get the f32 exponent instead.
+  const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
+  const bool is_special = (bits & 0x7c00u) == 0x7c00u;
+  const std::uint32_t result =
+      is_special ? (magnitude | 0x7f800000u) : std::bit_cast<std::uint32_t>(scaled);
+  return std::bit_cast<float>(sign | result);
+}
+constexpr std::uint16_t f32_to_f16(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  std::uint32_t result = 0;
+  if (magnitude > 0x7f800000u) {  // NaN
+    result = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+    result = 0x7c00u;
+  } else if (magnitude >= 0x38800000u) {  // normal: 2^-14 and above
+    result = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  } else {  // subnormal: adding 0.5 leaves the multiple of 2^-24, rounded, in the low bits
+    result = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  }
+  return static_cast<std::uint16_t>(sign | result);
+}
 
 /// A view of a tensor [batch, seqlen, heads, head_dim]; strides count elements and may have any
 /// order, except that head_dim must be contiguous where a kernel says so. A packed tensor [total,

@@ -23,13 +23,23 @@ std::string Status::message() const {
     return "ok";
   }
   std::string text = parameter_;
-  if (!given_.empty()) {
-    text += text.empty() ? given_ : ": " + given_ + " given";
+  const std::string separator = text.empty() ? "" : ": ";
+  switch (code_) {
+    case StatusCode::kUnsupported:  // "pipeline: split-kv is not supported: kernel, why; …"
+      text += separator + given_ + " is not supported";
+      return allowed_.empty() ? text : text + ": " + allowed_;
+    case StatusCode::kDeviceError:
+    case StatusCode::kIoError:  // "q.npy: header is truncated; …"
+      if (!given_.empty()) {
+        text += separator + given_;
+      }
+      return allowed_.empty() ? text : text + "; " + allowed_;
+    default:  // "head_dim: 300 given; 1 to 256 allowed"
+      if (!given_.empty()) {
+        text += separator + given_ + " given";
+      }
+      return allowed_.empty() ? text : text + "; " + allowed_ + " allowed";
   }
-  if (!allowed_.empty()) {
-    text += "; " + allowed_ + " allowed";
-  }
-  return text;
 }
 
 }  // namespace rafter
