@@ -53,8 +53,25 @@ struct KernelEntry {
   double (*seconds)(const KernelProblem&, const DeviceSpec&);
   std::int64_t (*workspace)(const KernelProblem&);
   Status (*forward)(const ForwardCall&);
-  bool only_when_forced = false;  // the float64 reference: never chosen by itself
+  bool only_when_forced = false;     // the float64 reference: never chosen by itself
+  bool any_head_dim_stride = false;  // q, k, v, o may have a head_dim stride other than 1
+  /// What a user should know about how this kernel would do it here; empty when nothing. Optional.
+  std::string (*note)(const KernelProblem&) = nullptr;
 };
+
+/// Shares of a device's ceilings that a kernel was measured to reach; its document in docs/kernels
+/// has the figures.
+struct Reach {
+  double compute = 1;        // of the matmul peak of the dtype, all cores
+  double bandwidth = 1;      // of the main-memory bandwidth
+  double fixed_seconds = 0;  // per run, whatever the size
+};
+
+/// The exact cost of the pipeline on this problem under the roofline of the device, at what the
+/// kernel reaches of it; fewer threads than cores have their part of the compute peak. Infinite
+/// where the device lacks a figure (plan() then says which). Defined in dispatch/predict.cpp.
+double predicted_seconds(const KernelProblem& problem, Pipeline pipeline, const DeviceSpec& spec,
+                         const Reach& reach);
 
 using EntriesFunction = std::span<const KernelEntry> (*)();
 
