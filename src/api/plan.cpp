@@ -1,0 +1,119 @@
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "api/checks.h"
+#include "api/plan_state.h"
+#include "dispatch/choose.h"
+
+namespace rafter {
+namespace {
+
+/// The ceilings a prediction uses when the caller gives none.
+Result<const DeviceSpec*> default_spec(Device::Kind kind) {
+  if (kind == Device::Kind::cpu) {
+    static const DeviceSpec kThisCpu = estimate_this_cpu();
+    return &kThisCpu;
+  }
+  static const Result<DeviceSpec> kGpu = find_device("h100-sxm");
+  if (!kGpu) {
+    return kGpu.status();
+  }
+  return &*kGpu;
+}
+
+Result<const DeviceSpec*> spec_for(const PlanOptions& options, Device::Kind kind) {
+  if (options.device_spec == nullptr) {
+    return default_spec(kind);
+  }
+  if (options.device_spec->kind != kind) {
+    return Status::invalid_argument(
+        "device_spec",
+        options.device_spec->name + ", a " + to_string(options.device_spec->kind) + " device",
+        std::string("a ") + to_string(kind) + " device");
+  }
+  return options.device_spec;
+}
+
+}  // namespace
+
+Result<Plan> plan(const AttentionProblem& problem, const Device& device,
+                  const PlanOptions& options) {
+  if (device.index < 0 || (device.kind == Device::Kind::cpu && device.index != 0)) {
+    return Status::invalid_argument("device.index", std::to_string(device.index),
+                                    device.kind == Device::Kind::cpu ? "0" : "0 or more");
+  }
+  if (Status status = api::check_options(options); !status) {
+    return status;
+  }
+  Result<AttentionProblem> completed = api::complete_problem(problem);
+  if (!completed) {
+    return completed.status();
+  }
+  const Result<const DeviceSpec*> spec = spec_for(options, device.kind);
+  if (!spec) {
+    return spec.status();
+  }
+  auto state = std::make_shared<detail::PlanState>();
+  state->device = device;
+  state->problem.attention = *std::move(completed);
+  state->problem.threads = options.threads > 0 ? options.threads : omp_get_max_threads();
+  state->problem.splits = options.splits;
+  Result<dispatch::Choice> choice = dispatch::choose(state->problem, device.kind, options, **spec);
+  if (!choice) {
+    return choice.status();
+  }
+  state->entry = choice->entry;
+  state->kernel = std::string(choice->entry->name);
+  state->forced = choice->forced;
+  state->candidates = std::move(choice->candidates);
+  state->workspace_bytes = state->entry->workspace(state->problem);
+
+  Result<Cost> cost =
+      attention_cost(state->problem.attention, state->entry->pipeline, Pass::forward, Convention{},
+                     std::max<std::int64_t>(options.splits, 1));
+  if (!cost) {
+    return cost.status();
+  }
+  Result<Prediction> prediction = predict(*cost, **spec);
+  if (!prediction) {
+    return prediction.status();
+  }
+  state->cost = *std::move(cost);
+  state->prediction = *std::move(prediction);
+  return Plan(std::move(state));
+}
+
+Status Plan::forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace,
+                     Stream stream) const {
+  const detail::PlanState& state = *state_;
+  const AttentionProblem& p = state.problem.attention;
+  const bool on_cpu = state.device.kind == Device::Kind::cpu;
+  if (on_cpu && stream.handle != nullptr) {
+    return Status::invalid_argument("stream", "a stream", "none (a CPU plan runs at once)");
+  }
+  const api::RunDemands demands{.workspace_bytes = state.workspace_bytes,
+                                .any_head_dim_stride = state.entry->any_head_dim_stride,
+                                .host_indices = on_cpu};
+  if (Status status = api::check_forward(p, in, out, workspace, demands); !status) {
+    return status;
+  }
+  if (p.batch == 0 || out.o.elements() == 0) {
+    return Status::ok();
+  }
+  return state.entry->forward({state.problem, in, out, workspace, stream});
+}
+
+const AttentionProblem& Plan::problem() const { return state_->problem.attention; }
+const std::string& Plan::kernel() const { return state_->kernel; }
+Pipeline Plan::pipeline() const { return state_->entry->pipeline; }
+int Plan::threads() const { return state_->problem.threads; }
+std::int64_t Plan::workspace_bytes() const { return state_->workspace_bytes; }
+const Cost& Plan::cost() const { return state_->cost; }
+const Prediction& Plan::prediction() const { return state_->prediction; }
+const std::vector<Candidate>& Plan::candidates() const { return state_->candidates; }
+
+}  // namespace rafter
