@@ -1,6 +1,5 @@
 """What the tools share: the repository's files, findings, and how a tool reports and ends."""
 
-import argparse
 import pathlib
 import subprocess
 import sys
@@ -9,11 +8,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def files(*patterns, root=ROOT):
-    """Files of the work tree that match one of git's glob patterns and are not ignored, sorted."""
-    command = f"git -C {root} ls-files -z --cached --others --exclude-standard --".split()
-    listed = subprocess.run(
-        [*command, *(f":(glob){p}" for p in patterns)], capture_output=True, check=True
-    )
+    """Files of the work tree that git does not ignore and that match one of the glob patterns, sorted.
+
+    `**/*.h` style patterns are matched by git itself.
+    """
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
+    listed = subprocess.run([*command, *(f":(glob){p}" for p in patterns)], capture_output=True, check=True)
     names = {name for name in listed.stdout.decode().split("\0") if name}
     return sorted(root / name for name in names if (root / name).is_file())
 
@@ -21,12 +21,8 @@ def files(*patterns, root=ROOT):
 def run(command, **options):
     """Runs a command without standard input; output is captured as text."""
     return subprocess.run(
-        [str(part) for part in command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
+        [str(part) for part in command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False, **options,
     )
 
 
@@ -43,7 +39,7 @@ class Findings:
     def finish(self, examined):
         for line in self.found:
             print(line)
-        print(f"{self.tool}: {examined}, {len(self.found)} finding(s)")
+        print(f"{self.tool}: {examined}, {len(self.found)} finding{'' if len(self.found) == 1 else 's'}")
         return 1 if self.found else 0
 
 
@@ -54,13 +50,6 @@ def self_test(tool, checks):
         print(f"{tool} self-test: FAILED {name}")
     print(f"{tool} self-test: {len(checks) - len(failed)} of {len(checks)} hold")
     return 1 if failed else 0
-
-
-def parser(doc):
-    """An argument parser whose help is the tool's docstring."""
-    return argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def fail(message, code=2):
