@@ -1,0 +1,118 @@
+// Forward attention on vector units: O = softmax(softmax_scale · QKᵀ + mask) V, fused; f32, bf16 or
+// f16 in, that or f32 out, f32 inside. One source, three instruction sets: AVX-512, AVX2, portable.
+// Q, O [batch, heads_q, seqlen_q, head_dim]   K, V [batch, heads_kv, seqlen_kv, head_dim]
+// One task owns some queries of all heads of a group (queries in lanes, panels of 24 or 48) and
+// walks the keys 128 at a time: K and V of the tile as f32 in the L2, then panel by panel
+//   Sᵀ = K Qᵀ | softcap, mask | maximum, exp2, sum: vertical | Oᵀ = Oᵀ · alpha + Vᵀ Pᵀ
+// Tiles start at multiples of 128 keys and every lane stands for itself, so the bits of a row
+// depend on its own sequence alone. Limits: head_dim contiguous; keys are not split.
+#include <array>
+#include <string>
+
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/forward_simd.cpp"
+#include "hwy/foreach_target.h"
+// after foreach_target, which compiles it once per instruction set
+#include "kernels/cpu/forward_simd_kernel-inl.h"
+
+#if HWY_ONCE
+#include "hwy/targets.h"
+#include "kernels/cpu/forward_simd_schedule.h"
+
+namespace rafter {
+namespace forward_simd {
+namespace {
+
+Acceptance accepts(const KernelProblem& problem) {
+  const DType dtype = problem.attention.dtype;
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
+    return Acceptance::refuse(std::string(to_string(dtype)) + " is not among f32, bf16, f16");
+  }
+  return Acceptance::accept();
+}
+
+/// One instruction set: its blocking, its code, and what it reaches of a machine.
+template <typename Set>
+struct Entry {
+  static std::int64_t workspace(const KernelProblem& problem) {
+    return workspace_bytes(problem, Set::kBlocking);
+  }
+  static Status forward(const ForwardCall& call) {
+    return run_forward(call, Set::kBlocking, Set::function(call.problem.attention.dtype));
+  }
+  static Acceptance machine_has() {
+    return (hwy::SupportedTargets() & Set::kTarget) != 0
+               ? Acceptance::accept()
+               : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
+  }
+  static double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+    return predicted_seconds(problem, Pipeline::fused, spec, Set::kReach);
+  }
+  static KernelEntry entry() {
+    return {.name = Set::kName,
+            .device = Device::Kind::cpu,
+            .pipeline = Pipeline::fused,
+            .instruction_set = Set::kInstructionSet,
+            .dtypes = {DType::f32, DType::bf16, DType::f16},
+            .accepts_text = "every layout, mask, softcap and group; head_dim contiguous",
+            .machine_has = machine_has,
+            .accepts = accepts,
+            .seconds = seconds,
+            .workspace = workspace,
+            .forward = forward};
+  }
+};
+
+struct Portable {
+  static constexpr std::string_view kName = "forward_simd_portable";
+  static constexpr std::string_view kInstructionSet = "portable";
+  static constexpr const char* kNeeds = "baseline instructions";
+  static constexpr std::int64_t kTarget = HWY_STATIC_TARGET;
+  static constexpr tiles::SimdBlocking kBlocking = HWY_NAMESPACE::kBlocking;
+  static constexpr Reach kReach = {.compute = 0.2, .bandwidth = 0.7, .fixed_seconds = 3e-6};
+  static TaskFunction function(DType dtype) { return HWY_STATIC_DISPATCH(task_function)(dtype); }
+};
+
+#if HWY_TARGETS & HWY_AVX2
+struct Avx2 {
+  static constexpr std::string_view kName = "forward_simd_avx2";
+  static constexpr std::string_view kInstructionSet = "avx2";
+  static constexpr const char* kNeeds = "AVX2 with FMA and F16C";
+  static constexpr std::int64_t kTarget = HWY_AVX2;
+  static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx2;
+  static constexpr Reach kReach = {.compute = 0.8, .bandwidth = 0.8, .fixed_seconds = 3e-6};
+  static TaskFunction function(DType dtype) { return N_AVX2::task_function(dtype); }
+};
+#endif
+
+#if HWY_TARGETS & HWY_AVX3
+struct Avx512 {
+  static constexpr std::string_view kName = "forward_simd_avx512";
+  static constexpr std::string_view kInstructionSet = "avx512";
+  static constexpr const char* kNeeds = "AVX-512 (F, VL, DQ, BW)";
+  static constexpr std::int64_t kTarget = HWY_AVX3;
+  static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx512;
+  static constexpr Reach kReach = {.compute = 0.8, .bandwidth = 0.8, .fixed_seconds = 3e-6};
+  static TaskFunction function(DType dtype) { return N_AVX3::task_function(dtype); }
+};
+#endif
+
+}  // namespace
+}  // namespace forward_simd
+
+std::span<const KernelEntry> entries_forward_simd() {
+  static const std::array kEntries = {
+    forward_simd::Entry<forward_simd::Portable>::entry(),
+#if HWY_TARGETS & HWY_AVX2
+    forward_simd::Entry<forward_simd::Avx2>::entry(),
+#endif
+#if HWY_TARGETS & HWY_AVX3
+    forward_simd::Entry<forward_simd::Avx512>::entry(),
+#endif
+  };
+  return kEntries;
+}
+
+}  // namespace rafter
+#endif  // HWY_ONCE

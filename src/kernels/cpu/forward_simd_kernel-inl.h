@@ -1,0 +1,536 @@
+// One task of the fused forward: a block of queries of one KV head against all keys they see.
+// Queries lie in lanes: Sᵀ = K·Qᵀ and Oᵀ = Vᵀ·Pᵀ are the same register-blocked product (broadcast
+// a row of the left operand, multiply by vectors of queries), and softmax is vertical throughout.
+// Compiled once per instruction set (Highway's foreach_target).
+#if defined(RAFTER_FORWARD_SIMD_KERNEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef RAFTER_FORWARD_SIMD_KERNEL_INL_H_
+#undef RAFTER_FORWARD_SIMD_KERNEL_INL_H_
+#else
+#define RAFTER_FORWARD_SIMD_KERNEL_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/forward_simd_math-inl.h"
+#include "kernels/cpu/forward_simd_task.h"
+#include "kernels/cpu/sequence.h"
+
+#if defined(__clang__)
+#define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define RAFTER_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace rafter::forward_simd {
+namespace HWY_NAMESPACE {
+namespace {
+
+constexpr int kRows = static_cast<int>(kBlocking.rows);
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr double kLn2 = 0.6931471805599453;
+
+// Register blocks of one vector of queries take twice the rows where that is still within
+// registers, so that enough additions are in flight.
+template <int kVectors>
+constexpr int kBlocksAtOnce = kVectors == 1 && kRows < 8 ? 2 : 1;
+
+/// Sᵀ[kRows · kBlocks][queries] = K · Qᵀ, and `top` the maximum with what it held.
+template <int kBlocks, int kVectors>
+HWY_INLINE void scores_block(const float* HWY_RESTRICT k, std::int64_t k_stride,
+                             const float* HWY_RESTRICT q, std::int64_t head_dim,
+                             float* HWY_RESTRICT s, V (&top)[kVectors]) {
+  constexpr int kCount = kRows * kBlocks;
+  const D d;
+  V sum[kCount][kVectors];
+  const float* row[kCount];
+  RAFTER_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    row[i] = k + i * k_stride;
+    RAFTER_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      sum[i][v] = hn::Zero(d);
+    }
+  }
+  for (std::int64_t c = 0; c < head_dim; ++c) {
+    V queries[kVectors];
+    RAFTER_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      queries[v] = hn::Load(d, q + (c * kVectors + v) * kLanes);
+    }
+    RAFTER_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const V key = hn::Set(d, row[i][c]);
+      RAFTER_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        sum[i][v] = hn::MulAdd(key, queries[v], sum[i][v]);
+      }
+    }
+  }
+  RAFTER_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    RAFTER_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      hn::Store(sum[i][v], d, s + (i * kVectors + v) * kLanes);
+      top[v] = hn::Max(top[v], sum[i][v]);
+    }
+  }
+}
+
+/// Oᵀ[kRows · kBlocks][queries] = Oᵀ · alpha + Vᵀ · Pᵀ over `keys` keys. With kMasked, a key that a
+/// query does not see is left out by selection: its V may hold anything.
+template <int kBlocks, int kVectors, bool kMasked>
+HWY_INLINE void values_block(const float* HWY_RESTRICT v_block, std::int64_t v_stride,
+                             const float* HWY_RESTRICT p, std::int64_t keys,
+                             const float* HWY_RESTRICT alpha,
+                             const std::int32_t* HWY_RESTRICT visible, float* HWY_RESTRICT o) {
+  const D d;
+  const DI di;
+  V sum[kBlocks][kRows][kVectors];
+  RAFTER_UNROLL
+  for (int b = 0; b < kBlocks; ++b) {
+    RAFTER_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      RAFTER_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        sum[b][i][v] = hn::Zero(d);
+      }
+    }
+  }
+  for (std::int64_t key = 0; key < keys; ++key) {
+    V weights[kVectors];
+    hn::Mask<D> sees[kVectors];
+    RAFTER_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      weights[v] = hn::Load(d, p + (key * kVectors + v) * kLanes);
+      if constexpr (kMasked) {
+        const auto index = hn::Set(di, static_cast<std::int32_t>(key));
+        const auto first = hn::Load(di, visible + v * kLanes);
+        const auto last = hn::Load(di, visible + (kVectors + v) * kLanes);
+        sees[v] = hn::RebindMask(d, hn::And(hn::Gt(last, index), hn::Not(hn::Gt(first, index))));
+      }
+    }
+    RAFTER_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      RAFTER_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const V value = hn::Set(d, v_block[b * v_stride + key * kRows + i]);
+        RAFTER_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          const V next = hn::MulAdd(value, weights[v], sum[b][i][v]);
+          if constexpr (kMasked) {
+            sum[b][i][v] = hn::IfThenElse(sees[v], next, sum[b][i][v]);
+          } else {
+            sum[b][i][v] = next;
+          }
+        }
+      }
+    }
+  }
+  RAFTER_UNROLL
+  for (int b = 0; b < kBlocks; ++b) {
+    RAFTER_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      RAFTER_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        float* const at = o + ((b * kRows + i) * kVectors + v) * kLanes;
+        const V scale = hn::Load(d, alpha + v * kLanes);
+        hn::Store(hn::MulAdd(hn::Load(d, at), scale, sum[b][i][v]), d, at);
+      }
+    }
+  }
+}
+
+/// Keys of a tile as one panel meets them.
+struct PanelTile {
+  std::int64_t keys = 0;                  // from the tile's start to the last that any lane sees
+  bool masked = false;                    // some lane does not see some key of the tile
+  bool select_values = false;             // masked, and V holds inf or NaN somewhere in the tile
+  float softcap_log2 = 0;                 // softcap · log2 e, or 0
+  const std::int32_t* visible = nullptr;  // [2][queries]: first and last key of each lane, relative
+};
+
+/// Softcap and mask on the scores of a panel; top becomes the maximum of what is left.
+template <int kVectors>
+HWY_NOINLINE void adjust_scores(const PanelTile& tile, float* HWY_RESTRICT s, V (&top)[kVectors]) {
+  const D d;
+  const DI di;
+  const V cap = hn::Set(d, tile.softcap_log2);
+  const V hidden = hn::Set(d, kMinusInfinity);
+  for (int v = 0; v < kVectors; ++v) {
+    const auto first = hn::Load(di, tile.visible + v * kLanes);
+    const auto last = hn::Load(di, tile.visible + (kVectors + v) * kLanes);
+    V most = hidden;
+    for (std::int64_t key = 0; key < tile.keys; ++key) {
+      float* const at = s + (key * kVectors + v) * kLanes;
+      V score = hn::Load(d, at);
+      if (tile.softcap_log2 > 0) {
+        score = hn::Mul(cap, tanh_of(score));
+      }
+      const auto index = hn::Set(di, static_cast<std::int32_t>(key));
+      const auto sees = hn::And(hn::Gt(last, index), hn::Not(hn::Gt(first, index)));
+      score = hn::IfThenElse(hn::RebindMask(d, sees), score, hidden);
+      most = hn::Max(most, score);
+      hn::Store(score, d, at);
+    }
+    top[v] = most;
+  }
+}
+
+/// One panel of queries against one tile of keys.
+template <int kVectors>
+void panel_tile(const PanelTile& tile, const tiles::SimdLayout& layout, const float* k,
+                const float* v, const float* q, float* s, float* o, float* maximum, float* sum) {
+  const D d;
+  constexpr int kBlocks = kBlocksAtOnce<kVectors>;
+  constexpr std::int64_t kWidth = kVectors * kLanes;
+  V top[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    top[i] = hn::Set(d, kMinusInfinity);
+  }
+  for (std::int64_t key = 0; key < tile.keys; key += kRows * kBlocks) {
+    scores_block<kBlocks, kVectors>(k + key * layout.k_stride, layout.k_stride, q, layout.head_dim,
+                                    s + key * kWidth, top);
+  }
+  if (tile.masked || tile.softcap_log2 > 0) {
+    adjust_scores<kVectors>(tile, s, top);
+  }
+
+  alignas(64) float alpha[kWidth];
+  V base[kVectors];
+  V total[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    const V before = hn::Load(d, maximum + i * kLanes);
+    const V now = hn::Max(before, top[i]);
+    // a lane that has seen no key yet: 2^(−∞ − 0) = 0 for all of its scores
+    base[i] = hn::IfThenElse(hn::Eq(now, hn::Set(d, kMinusInfinity)), hn::Zero(d), now);
+    hn::Store(now, d, maximum + i * kLanes);
+    hn::Store(exp2_of(hn::Sub(before, base[i])), d, alpha + i * kLanes);
+    total[i] = hn::Zero(d);
+  }
+  for (std::int64_t key = 0; key < tile.keys; ++key) {
+    RAFTER_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      float* const at = s + (key * kVectors + i) * kLanes;
+      const V p = exp2_of(hn::Sub(hn::Load(d, at), base[i]));
+      total[i] = hn::Add(total[i], p);
+      hn::Store(p, d, at);
+    }
+  }
+  for (int i = 0; i < kVectors; ++i) {
+    float* const at = sum + i * kLanes;
+    hn::Store(hn::MulAdd(hn::Load(d, at), hn::Load(d, alpha + i * kLanes), total[i]), d, at);
+  }
+
+  for (std::int64_t c = 0; c < layout.columns; c += kRows * kBlocks) {
+    const float* const block = v + c / kRows * layout.v_stride;
+    if (tile.select_values) {
+      values_block<kBlocks, kVectors, true>(block, layout.v_stride, s, tile.keys, alpha,
+                                            tile.visible, o + c * kWidth);
+    } else {
+      values_block<kBlocks, kVectors, false>(block, layout.v_stride, s, tile.keys, alpha, nullptr,
+                                             o + c * kWidth);
+    }
+  }
+}
+
+/// The keys of one tile in K or V: where the row of each lies.
+struct TileRows {
+  const ForwardCall& call;
+  const TensorView& view;
+  const cpu::Sequence& sequence;
+  std::int64_t head_kv = 0;
+  std::int64_t begin = 0;  // first key of the tile
+  std::int64_t keys = 0;
+
+  template <DType kType>
+  const Element<kType>* row(std::int64_t key) const {
+    return cpu::key_row<Element<kType>>(call.problem.attention, call.in, view, sequence,
+                                        begin + key, head_kv);
+  }
+};
+
+/// The tile's rows of K as f32, then copies of the last one up to a multiple of kSimdRowPad: they
+/// fill register blocks and change no maximum.
+template <DType kType>
+void pack_keys(const TileRows& tile, const tiles::SimdLayout& layout, float* HWY_RESTRICT out) {
+  const D d;
+  const std::int64_t padded = tiles::round_up(tile.keys, tiles::kSimdRowPad);
+  for (std::int64_t key = 0; key < padded; ++key) {
+    const auto* const row = tile.row<kType>(std::min(key, tile.keys - 1));
+    float* const to = out + key * layout.k_stride;
+    for (std::int64_t c = 0; c < layout.head_dim; c += kLanes) {
+      hn::Store(load_some_f32<kType>(row + c, layout.head_dim - c), d, to + c);
+    }
+  }
+}
+
+/// The tile's rows of V as blocks of kRows columns, key after key, zeros past head_dim_v. True when
+/// all are finite.
+template <DType kType>
+bool pack_values(const TileRows& tile, const tiles::SimdLayout& layout, float* HWY_RESTRICT out) {
+  const D d;
+  V zeros = hn::Zero(d);  // stays 0 while all is finite: inf · 0 and NaN · 0 are NaN
+  for (std::int64_t key = 0; key < tile.keys; ++key) {
+    const auto* const row = tile.row<kType>(key);
+    float* const to = out + key * kRows;
+    for (std::int64_t c = 0; c < layout.columns; c += kLanes) {
+      const V value = load_some_f32<kType>(row + c, layout.head_dim_v - c);
+      zeros = hn::MulAdd(value, hn::Zero(d), zeros);
+      float* const block = to + c / kRows * layout.v_stride;
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3  // kRows is half a vector
+      const hn::Half<D> half;
+      hn::StoreU(hn::LowerHalf(half, value), half, block);
+      hn::StoreU(hn::UpperHalf(half, value), half, block + layout.v_stride);
+#else
+      hn::StoreU(value, d, block);
+#endif
+    }
+  }
+  return hn::AllTrue(d, hn::Eq(zeros, hn::Zero(d)));
+}
+
+/// The lanes of a task: which query of which head each one is.
+struct Lanes {
+  std::int64_t batch = 0;
+  std::int64_t row = 0;   // first row of the task in the tensor
+  std::int64_t head = 0;  // first query head
+  std::int64_t heads = 1;
+  std::int64_t count = 0;
+
+  std::int64_t offset(std::int64_t lane, std::int64_t batch_stride, std::int64_t row_stride,
+                      std::int64_t head_stride) const {
+    return batch * batch_stride + (row + lane / heads) * row_stride +
+           (head + lane % heads) * head_stride;
+  }
+};
+
+/// Qᵀ of one panel: [head_dim][width] f32, scaled; zeros in lanes that hold no query.
+template <DType kType>
+void pack_queries(const TensorView& q, const Lanes& lanes, std::int64_t first_lane,
+                  std::int64_t width, const tiles::SimdLayout& layout, float scale,
+                  float* HWY_RESTRICT rows, float* HWY_RESTRICT out) {
+  const D d;
+  const D4 d4;
+  const V factor = hn::Set(d, scale);
+  for (std::int64_t lane = 0; lane < width; lane += 4) {
+    for (std::int64_t i = 0; i < 4; ++i) {
+      const std::int64_t at = first_lane + lane + i;
+      const auto* const row =
+          at < lanes.count ? static_cast<const Element<kType>*>(q.data) +
+                                 lanes.offset(at, q.stride_batch, q.stride_seqlen, q.stride_heads)
+                           : nullptr;
+      for (std::int64_t c = 0; c < layout.depth; c += kLanes) {
+        const V value =
+            row == nullptr ? hn::Zero(d) : load_some_f32<kType>(row + c, layout.head_dim - c);
+        hn::Store(hn::Mul(value, factor), d, rows + i * layout.depth + c);
+      }
+    }
+    for (std::int64_t c = 0; c < layout.depth; c += 4) {
+      auto a = hn::Load(d4, rows + c);
+      auto b = hn::Load(d4, rows + layout.depth + c);
+      auto e = hn::Load(d4, rows + 2 * layout.depth + c);
+      auto f = hn::Load(d4, rows + 3 * layout.depth + c);
+      transpose4(a, b, e, f);
+      hn::Store(a, d4, out + c * width + lane);
+      hn::Store(b, d4, out + (c + 1) * width + lane);
+      hn::Store(e, d4, out + (c + 2) * width + lane);
+      hn::Store(f, d4, out + (c + 3) * width + lane);
+    }
+  }
+}
+
+template <DType kType>
+void store_row(const float* HWY_RESTRICT row, std::int64_t count, void* data, std::int64_t offset) {
+  const D d;
+  auto* const out = static_cast<Element<kType>*>(data) + offset;
+  std::int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) {
+    store_f32<kType>(hn::Load(d, row + c), out + c);
+  }
+  if (c < count) {
+    alignas(64) Element<kType> buffer[kLanes];
+    store_f32<kType>(hn::Load(d, row + c), buffer);
+    std::memcpy(out + c, buffer, static_cast<std::size_t>(count - c) * sizeof(Element<kType>));
+  }
+}
+
+/// O = Oᵀ / sum of one panel, transposed back, and lse.
+void write_panel(const ForwardOutputs& out, const Lanes& lanes, std::int64_t first_lane,
+                 std::int64_t width, const tiles::SimdLayout& layout, const float* o,
+                 const float* maximum, const float* sum, float* HWY_RESTRICT rows) {
+  const D4 d4;
+  for (std::int64_t lane = 0; lane < width; lane += 4) {
+    const std::int64_t count = std::min<std::int64_t>(4, lanes.count - first_lane - lane);
+    if (count <= 0) {
+      return;
+    }
+    // a row that saw no key has sum 0 and O 0
+    const auto total = hn::Load(d4, sum + lane);
+    const auto one = hn::Set(d4, 1.0f);
+    const auto inverse = hn::Div(one, hn::IfThenElse(hn::Eq(total, hn::Zero(d4)), one, total));
+    for (std::int64_t c = 0; c < layout.columns; c += 4) {
+      auto a = hn::Mul(inverse, hn::Load(d4, o + c * width + lane));
+      auto b = hn::Mul(inverse, hn::Load(d4, o + (c + 1) * width + lane));
+      auto e = hn::Mul(inverse, hn::Load(d4, o + (c + 2) * width + lane));
+      auto f = hn::Mul(inverse, hn::Load(d4, o + (c + 3) * width + lane));
+      transpose4(a, b, e, f);
+      hn::Store(a, d4, rows + c);
+      hn::Store(b, d4, rows + layout.columns + c);
+      hn::Store(e, d4, rows + 2 * layout.columns + c);
+      hn::Store(f, d4, rows + 3 * layout.columns + c);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t at = first_lane + lane + i;
+      const TensorView& view = out.o;
+      const std::int64_t offset =
+          lanes.offset(at, view.stride_batch, view.stride_seqlen, view.stride_heads);
+      const float* const row = rows + i * layout.columns;
+      if (view.dtype == DType::f32) {
+        store_row<DType::f32>(row, layout.head_dim_v, view.data, offset);
+      } else if (view.dtype == DType::bf16) {
+        store_row<DType::bf16>(row, layout.head_dim_v, view.data, offset);
+      } else {
+        store_row<DType::f16>(row, layout.head_dim_v, view.data, offset);
+      }
+      if (out.lse.data != nullptr) {
+        const float l = sum[lane + i];
+        out.lse.data[lanes.offset(at, out.lse.stride_batch, out.lse.stride_seqlen,
+                                  out.lse.stride_heads)] =
+            l == 0 ? kMinusInfinity
+                   : static_cast<float>(static_cast<double>(maximum[lane + i]) * kLn2 +
+                                        std::log(static_cast<double>(l)));
+      }
+    }
+  }
+}
+
+template <DType kType>
+void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64_t head_chunk,
+              float* scratch) {
+  const ForwardCall& call = run.call;
+  const AttentionProblem& problem = call.problem.attention;
+  const tiles::SimdLayout& layout = run.layout;
+  const cpu::Sequence sequence = cpu::sequence_of(problem, call.in, task.sequence);
+  const tiles::MaskWindow window = cpu::mask_window(problem.mask, sequence);
+  const std::int64_t group = problem.heads_q / problem.heads_kv;
+  const float softmax_scale = *problem.softmax_scale;
+  constexpr float kLog2E = 1.4426950408889634f;
+  const bool capped = problem.softcap > 0;
+  const float scale = capped ? softmax_scale / problem.softcap : softmax_scale * kLog2E;
+
+  Lanes lanes;
+  lanes.batch = sequence.q_batch;
+  lanes.row = sequence.q_row + task.first;
+  lanes.head = head_kv * group + head_chunk * layout.heads;
+  lanes.heads = std::min(layout.heads, group - head_chunk * layout.heads);
+  lanes.count = (task.last - task.first) * lanes.heads;
+
+  constexpr std::int64_t kWidth = kBlocking.panel_lanes();
+  const std::int64_t panels = (lanes.count + kWidth - 1) / kWidth;
+  float* const k_tile = scratch + layout.k;
+  float* const v_tile = scratch + layout.v;
+  float* const s = scratch + layout.s;
+  float* const rows = scratch + layout.rows;
+  auto* const lane_first = reinterpret_cast<std::int64_t*>(scratch + layout.lanes);
+  auto* const lane_last = lane_first + layout.panels * kWidth;
+  const auto vectors_of = [&](std::int64_t panel) {
+    const std::int64_t left = lanes.count - panel * kWidth;
+    return left >= kWidth ? kBlocking.panel_vectors : (left + kLanes - 1) / kLanes;
+  };
+  const auto panel_q = [&](std::int64_t panel) {
+    return scratch + layout.q + panel * kWidth * layout.depth;
+  };
+  const auto panel_o = [&](std::int64_t panel) {
+    return scratch + layout.o + panel * kWidth * layout.columns;
+  };
+  const auto panel_max = [&](std::int64_t panel) {
+    return scratch + layout.state + panel * kWidth;
+  };
+  const auto panel_sum = [&](std::int64_t panel) {
+    return scratch + layout.state + (layout.panels + panel) * kWidth;
+  };
+
+  // Lanes without a query see what the last query sees: they cost nothing and mask nothing.
+  for (std::int64_t lane = 0; lane < panels * kWidth; ++lane) {
+    const std::int64_t position = std::min(lane, lanes.count - 1) / lanes.heads;
+    const tiles::Range range = window.row(task.first + position);
+    lane_first[lane] = range.first;
+    lane_last[lane] = range.last;
+  }
+  for (std::int64_t panel = 0; panel < panels; ++panel) {
+    const std::int64_t width = vectors_of(panel) * kLanes;
+    pack_queries<kType>(call.in.q, lanes, panel * kWidth, width, layout, scale, rows,
+                        panel_q(panel));
+    std::fill_n(panel_o(panel), width * layout.columns, 0.0f);
+    std::fill_n(panel_max(panel), kWidth, kMinusInfinity);
+    std::fill_n(panel_sum(panel), kWidth, 0.0f);
+  }
+
+  const tiles::Range hull = window.hull(task.first, task.last);
+  constexpr std::int64_t kTile = kBlocking.tile_kv;
+  alignas(64) std::int32_t visible[2 * kWidth];
+  for (std::int64_t begin = hull.first / kTile * kTile; begin < hull.last; begin += kTile) {
+    const std::int64_t keys = std::min(kTile, hull.last - begin);
+    pack_keys<kType>({call, call.in.k, sequence, head_kv, begin, keys}, layout, k_tile);
+    const bool finite =
+        pack_values<kType>({call, call.in.v, sequence, head_kv, begin, keys}, layout, v_tile);
+    for (std::int64_t panel = 0; panel < panels; ++panel) {
+      const std::int64_t vectors = vectors_of(panel);
+      const std::int64_t width = vectors * kLanes;
+      std::int64_t first = keys, last = 0, common_first = 0, common_last = keys;
+      for (std::int64_t lane = 0; lane < width; ++lane) {
+        const std::int64_t from =
+            std::clamp<std::int64_t>(lane_first[panel * kWidth + lane] - begin, 0, keys);
+        const std::int64_t to =
+            std::clamp<std::int64_t>(lane_last[panel * kWidth + lane] - begin, 0, keys);
+        visible[lane] = static_cast<std::int32_t>(from);
+        visible[width + lane] = static_cast<std::int32_t>(to);
+        if (from < to) {
+          first = std::min(first, from);
+          last = std::max(last, to);
+        }
+        common_first = std::max(common_first, from);
+        common_last = std::min(common_last, to);
+      }
+      if (first >= last) {
+        continue;
+      }
+      PanelTile tile;
+      tile.keys = last;
+      tile.masked = common_first > 0 || common_last < keys;
+      tile.select_values = tile.masked && !finite;
+      tile.softcap_log2 = capped ? problem.softcap * kLog2E : 0.0f;
+      tile.visible = visible;
+      const auto step = vectors == 1   ? panel_tile<1>
+                        : vectors == 2 ? panel_tile<2>
+                                       : panel_tile<static_cast<int>(kBlocking.panel_vectors)>;
+      step(tile, layout, k_tile, v_tile, panel_q(panel), s, panel_o(panel), panel_max(panel),
+           panel_sum(panel));
+    }
+  }
+  for (std::int64_t panel = 0; panel < panels; ++panel) {
+    write_panel(call.out, lanes, panel * kWidth, vectors_of(panel) * kLanes, layout, panel_o(panel),
+                panel_max(panel), panel_sum(panel), rows);
+  }
+}
+
+}  // namespace
+
+/// The code of this instruction set for a dtype, for the entries.
+TaskFunction task_function(DType dtype) {
+  return dtype == DType::f32    ? run_task<DType::f32>
+         : dtype == DType::bf16 ? run_task<DType::bf16>
+                                : run_task<DType::f16>;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace rafter::forward_simd
+HWY_AFTER_NAMESPACE();
+
+#undef RAFTER_UNROLL
+
+#endif  // per target
