@@ -1,0 +1,73 @@
+#include <algorithm>
+#include <cmath>
+
+#include "rafter/measure.h"
+
+namespace rafter {
+namespace {
+
+// Ranks (0-based) of the distribution-free 95% interval of the median: the widest pair of order
+// statistics that leaves out at most 2.5% on each side, the count of samples below the median being
+// binomial(n, 1/2). Fewer than 6 samples cannot reach 95%: the whole range is given.
+std::pair<std::size_t, std::size_t> median_ranks(std::size_t n) {
+  const double count = static_cast<double>(n);
+  std::size_t below = 0;  // ranks left out at the low end
+  if (n > 500) {
+    below = static_cast<std::size_t>(std::max(0.0, (count - 1.959964 * std::sqrt(count)) / 2 - 1));
+  } else {
+    double mass = std::pow(0.5, count);  // P(X = 0)
+    double tail = mass;                  // P(X <= below)
+    while (tail <= 0.025) {
+      ++below;
+      mass *= (count - static_cast<double>(below) + 1) / static_cast<double>(below);
+      tail += mass;
+    }
+  }
+  return {below, n - 1 - below};
+}
+
+}  // namespace
+
+double quantile(std::span<const double> sorted, double at) {
+  if (sorted.empty()) {
+    return 0;
+  }
+  const double position = at * static_cast<double>(sorted.size() - 1);
+  const auto index = static_cast<std::size_t>(position);
+  if (index + 1 >= sorted.size()) {
+    return sorted.back();
+  }
+  const double fraction = position - static_cast<double>(index);
+  return sorted[index] + fraction * (sorted[index + 1] - sorted[index]);
+}
+
+Result<Statistics> statistics(std::span<const double> samples) {
+  if (samples.empty()) {
+    return Status::device_error("samples", "none", "at least one accepted sample is");
+  }
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    if (!std::isfinite(samples[i]) || samples[i] < 0) {
+      return Status::device_error("samples",
+                                  std::to_string(samples[i]) + " as sample " + std::to_string(i),
+                                  "finite values from 0 up are");
+    }
+  }
+  std::vector<double> sorted(samples.begin(), samples.end());
+  std::sort(sorted.begin(), sorted.end());
+  Statistics s;
+  s.n = static_cast<std::int64_t>(sorted.size());
+  s.median = quantile(sorted, 0.5);
+  s.p10 = quantile(sorted, 0.1);
+  s.p90 = quantile(sorted, 0.9);
+  s.q1 = quantile(sorted, 0.25);
+  s.q3 = quantile(sorted, 0.75);
+  s.min = sorted.front();
+  s.max = sorted.back();
+  const auto [low, high] = median_ranks(sorted.size());
+  s.median_low = sorted[low];
+  s.median_high = sorted[high];
+  s.relative_deviation = s.median > 0 ? (s.q3 - s.q1) / 1.349 / s.median : 0;
+  return s;
+}
+
+}  // namespace rafter
