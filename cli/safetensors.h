@@ -1,5 +1,5 @@
 // .safetensors files: a JSON header of names, dtypes, shapes and offsets, then the elements.
-// Source of the format: github.com/huggingface/safetensors, README, "Format".
+// Source of the format: README of the safetensors project, "Format".
 #pragma once
 
 #include <cstdint>
