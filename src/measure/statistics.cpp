@@ -11,19 +11,19 @@ namespace {
 // binomial(n, 1/2). Fewer than 6 samples cannot reach 95%: the whole range is given.
 std::pair<std::size_t, std::size_t> median_ranks(std::size_t n) {
   const double count = static_cast<double>(n);
-  std::size_t below = 0;  // ranks left out at the low end
+  std::size_t low = 0;  // the largest rank with P(X <= low) at most 2.5%
   if (n > 500) {
-    below = static_cast<std::size_t>(std::max(0.0, (count - 1.959964 * std::sqrt(count)) / 2 - 1));
+    low = static_cast<std::size_t>(std::max(0.0, (count - 1.959964 * std::sqrt(count)) / 2 - 1));
   } else {
     double mass = std::pow(0.5, count);  // P(X = 0)
-    double tail = mass;                  // P(X <= below)
-    while (tail <= 0.025) {
-      ++below;
-      mass *= (count - static_cast<double>(below) + 1) / static_cast<double>(below);
+    double tail = mass;                  // P(X <= next)
+    for (std::size_t next = 0; tail <= 0.025;) {
+      low = next++;
+      mass *= (count - static_cast<double>(next) + 1) / static_cast<double>(next);
       tail += mass;
     }
   }
-  return {below, n - 1 - below};
+  return {low, n - 1 - low};
 }
 
 }  // namespace
