@@ -12,7 +12,8 @@ build_packages=(
   libcli11-dev          # command line
   nlohmann-json3-dev    # JSON
   libhwy-dev            # SIMD with run-time dispatch
-  libdnnl-dev           # the matrix products of the unfused pipeline
+  libdnnl-dev ocl-icd-opencl-dev  # the matrix products of the unfused pipeline; its CMake file
+                                  # asks for OpenCL
   libjs-chart.js        # embedded in report.html
   libgtest-dev libgmock-dev libbenchmark-dev
   python3               # the tools
