@@ -4,7 +4,7 @@
 #   make test    build and run every test of this machine
 #   make bench   the benchmark grid, predicted and measured side by side
 BUILD := build
-QKV := $(firstword $(wildcard tests/data/*.safetensors))
+QKV := $(firstword $(wildcard tests/data/*_qkv.safetensors))
 LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The compiler's own messages only: a recipe line that says what it runs is enough.
 CONFIGURE = tools/install_packages.sh build && \
