@@ -1,0 +1,583 @@
+#include "support/attention_case.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "dispatch/registry.h"
+#include "support/oracle.h"
+
+namespace rafter::testing {
+namespace {
+
+std::int64_t sum_of(const std::vector<std::int64_t>& v) {
+  return std::accumulate(v.begin(), v.end(), std::int64_t{0});
+}
+std::int64_t max_of(const std::vector<std::int64_t>& v) {
+  return v.empty() ? 0 : *std::max_element(v.begin(), v.end());
+}
+std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+/// A view with memory of its own, everything poisoned until rows are written.
+struct Placed {
+  GuardedBuffer buffer;
+  TensorView view;
+};
+
+Placed place(Style style, DType dtype, std::int64_t batch, std::int64_t seqlen, std::int64_t heads,
+             std::int64_t head_dim, Fill fill) {
+  Placed placed;
+  TensorView& t = placed.view;
+  t.dtype = dtype;
+  t.batch = batch;
+  t.seqlen = seqlen;
+  t.heads = heads;
+  t.head_dim = head_dim;
+  std::int64_t first = 0;  // element of [0, 0, 0, 0]
+  switch (style) {
+    case Style::heads_first:
+      t.stride_seqlen = head_dim;
+      t.stride_heads = seqlen * head_dim;
+      t.stride_batch = heads * seqlen * head_dim;
+      break;
+    case Style::gaps:
+      t.stride_heads = head_dim + 3;
+      t.stride_seqlen = heads * t.stride_heads + 5;
+      t.stride_batch = seqlen * t.stride_seqlen + 7;
+      break;
+    case Style::every_other:
+      t.stride_heads = head_dim;
+      t.stride_seqlen = 2 * heads * head_dim;
+      t.stride_batch = seqlen * t.stride_seqlen;
+      break;
+    case Style::backwards:
+      t.stride_heads = head_dim;
+      t.stride_seqlen = -heads * head_dim;
+      t.stride_batch = seqlen * heads * head_dim;
+      first = std::max<std::int64_t>(0, seqlen - 1) * heads * head_dim;
+      break;
+    case Style::strided_head_dim:
+      t.stride_head_dim = 2;
+      t.stride_heads = 2 * head_dim + 1;
+      t.stride_seqlen = heads * t.stride_heads;
+      t.stride_batch = seqlen * t.stride_seqlen;
+      break;
+    default:
+      t.stride_heads = head_dim;
+      t.stride_seqlen = heads * head_dim;
+      t.stride_batch = seqlen * heads * head_dim;
+  }
+  const std::int64_t element = bits_of(dtype) / 8;
+  std::int64_t elements = 1 + first;
+  elements += std::max<std::int64_t>(0, batch - 1) * t.stride_batch;
+  elements += std::max<std::int64_t>(0, seqlen - 1) * std::max<std::int64_t>(0, t.stride_seqlen);
+  elements += std::max<std::int64_t>(0, heads - 1) * t.stride_heads;
+  elements += std::max<std::int64_t>(0, head_dim - 1) * t.stride_head_dim;
+  const std::size_t skew = style == Style::gaps ? static_cast<std::size_t>(element) : 0;
+  placed.buffer = GuardedBuffer(static_cast<std::size_t>(elements * element), fill, skew);
+  t.data = static_cast<std::byte*>(placed.buffer.data()) + first * element;
+  return placed;
+}
+
+Style nth_style(Style style, int n) {
+  if (style != Style::mixed) {
+    return style;
+  }
+  constexpr Style kStyles[] = {Style::gaps, Style::heads_first, Style::every_other,
+                               Style::backwards, Style::contiguous};
+  return kStyles[n % 5];
+}
+
+std::byte* element_at(const TensorView& t, std::int64_t batch, std::int64_t row, std::int64_t head,
+                      std::int64_t dim) {
+  const std::int64_t offset = batch * t.stride_batch + row * t.stride_seqlen +
+                              head * t.stride_heads + dim * t.stride_head_dim;
+  return static_cast<std::byte*>(t.data) + offset * (bits_of(t.dtype) / 8);
+}
+
+void write(const TensorView& t, std::int64_t batch, std::int64_t row, std::int64_t head,
+           std::int64_t dim, float value) {
+  std::byte* const to = element_at(t, batch, row, head, dim);
+  if (t.dtype == DType::f32) {
+    std::memcpy(to, &value, sizeof(value));
+    return;
+  }
+  const std::uint16_t bits = t.dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
+  std::memcpy(to, &bits, sizeof(bits));
+}
+
+float read(const TensorView& t, std::int64_t batch, std::int64_t row, std::int64_t head,
+           std::int64_t dim) {
+  const std::byte* const from = element_at(t, batch, row, head, dim);
+  if (t.dtype == DType::f32) {
+    float value = 0;
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+  }
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, from, sizeof(bits));
+  return t.dtype == DType::f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+}
+
+/// Index arrays in either dtype, guarded.
+struct Indices {
+  GuardedBuffer buffer;
+  IndexView view;
+};
+Indices make_indices(const std::vector<std::int64_t>& values, DType dtype, std::int64_t cols = 0) {
+  Indices indices;
+  const std::size_t element = dtype == DType::i64 ? 8 : 4;
+  indices.buffer = GuardedBuffer(std::max<std::size_t>(1, values.size()) * element, Fill::nan);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    auto* const to = static_cast<std::byte*>(indices.buffer.data()) + i * element;
+    if (dtype == DType::i64) {
+      std::memcpy(to, &values[i], 8);
+    } else {
+      const auto narrow = static_cast<std::int32_t>(values[i]);
+      std::memcpy(to, &narrow, 4);
+    }
+  }
+  indices.view = {indices.buffer.data(), dtype, static_cast<std::int64_t>(values.size()), cols};
+  return indices;
+}
+
+/// Everything a run of a case needs, in memory.
+struct Scene {
+  AttentionProblem problem;
+  Placed q, k, v, o;
+  GuardedBuffer lse_buffer;
+  LseView lse;
+  Indices cu_q, cu_kv, used, pages;
+  std::vector<std::int64_t> q_starts, kv_starts;  // packed: first rows
+  std::vector<std::int64_t> page_ids;             // paged: [batch, cols]
+  std::int64_t page_cols = 0;
+
+  ForwardInputs inputs() const {
+    return {q.view, k.view, v.view, cu_q.view, cu_kv.view, used.view, pages.view};
+  }
+};
+
+AttentionProblem sized_problem(const Case& c) {
+  AttentionProblem p = c.problem;
+  p.batch = static_cast<std::int64_t>(c.lengths_q.size());
+  p.seqlen_q = max_of(c.lengths_q);
+  p.seqlen_kv = max_of(c.lengths_kv);
+  if (p.layout == Layout::packed) {
+    p.seqlen_q += 2;  // capacities that no sequence fills, totals with rows at the end
+    p.seqlen_kv += 3;
+    p.total_q = sum_of(c.lengths_q) + 3;
+    p.total_kv = sum_of(c.lengths_kv) + 2 + (p.seqused_kv ? p.batch : 0);
+  } else if (p.seqused_kv) {
+    p.seqlen_kv += 3;
+  }
+  if (p.layout == Layout::paged) {
+    std::int64_t pages = 0;
+    for (const std::int64_t length : c.lengths_kv) {
+      pages += (length + p.page_size - 1) / p.page_size;
+    }
+    p.num_pages = pages + 2;  // page 0 and the last are nobody's
+  }
+  return p;
+}
+
+void number_pages(const Case& c, Scene& scene) {
+  const AttentionProblem& p = scene.problem;
+  scene.page_cols = (p.seqlen_kv + p.page_size - 1) / p.page_size + 1;
+  scene.page_ids.assign(index(p.batch * scene.page_cols), -1);
+  std::vector<std::int64_t> free(index(std::max<std::int64_t>(0, p.num_pages - 2)));
+  std::iota(free.begin(), free.end(), std::int64_t{1});
+  std::shuffle(free.begin(), free.end(), std::mt19937(c.seed));
+  std::size_t next = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    for (std::int64_t i = 0; i * p.page_size < c.lengths_kv[index(b)]; ++i) {
+      scene.page_ids[index(b * scene.page_cols + i)] = free[next++];
+    }
+  }
+}
+
+struct Place {
+  std::int64_t batch, row;
+};
+Place place_of_q(const Scene& scene, std::int64_t b, std::int64_t i) {
+  return scene.problem.layout == Layout::packed ? Place{0, scene.q_starts[index(b)] + i}
+                                                : Place{b, i};
+}
+Place place_of_kv(const Scene& scene, std::int64_t b, std::int64_t j) {
+  switch (scene.problem.layout) {
+    case Layout::packed:
+      return {0, scene.kv_starts[index(b)] + j};
+    case Layout::paged:
+      return {scene.page_ids[index(b * scene.page_cols + j / scene.problem.page_size)],
+              j % scene.problem.page_size};
+    default:
+      return {b, j};
+  }
+}
+
+void write_values(const Case& c, const Values& values, Scene& scene) {
+  const AttentionProblem& p = scene.problem;
+  const std::int64_t heads_kv = scene.k.view.heads;
+  std::size_t q_at = 0, k_at = 0, v_at = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    for (std::int64_t i = 0; i < c.lengths_q[index(b)]; ++i) {
+      const Place at = place_of_q(scene, b, i);
+      for (std::int64_t h = 0; h < p.heads_q; ++h) {
+        for (std::int64_t d = 0; d < p.head_dim; ++d) {
+          write(scene.q.view, at.batch, at.row, h, d, values.q[q_at++]);
+        }
+      }
+    }
+    for (std::int64_t j = 0; j < c.lengths_kv[index(b)]; ++j) {
+      const Place at = place_of_kv(scene, b, j);
+      for (std::int64_t h = 0; h < heads_kv; ++h) {
+        for (std::int64_t d = 0; d < p.head_dim; ++d) {
+          write(scene.k.view, at.batch, at.row, h, d, values.k[k_at++]);
+        }
+        for (std::int64_t d = 0; d < scene.v.view.head_dim; ++d) {
+          write(scene.v.view, at.batch, at.row, h, d, values.v[v_at++]);
+        }
+      }
+    }
+  }
+}
+
+Scene make_scene(const Case& c, const Values& values, const RunOptions& options) {
+  Scene scene;
+  AttentionProblem& p = scene.problem;
+  p = sized_problem(c);
+  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
+  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  if (p.layout == Layout::packed) {
+    scene.q_starts = scene.kv_starts = {0};
+    for (std::int64_t b = 0; b < p.batch; ++b) {
+      scene.q_starts.push_back(scene.q_starts.back() + c.lengths_q[index(b)]);
+      scene.kv_starts.push_back(scene.kv_starts.back() + c.lengths_kv[index(b)] +
+                                (p.seqused_kv ? b % 2 : 0));
+    }
+    scene.cu_q = make_indices(scene.q_starts, options.index_dtype);
+    scene.cu_kv = make_indices(scene.kv_starts, options.index_dtype);
+  }
+  if (p.layout == Layout::paged) {
+    number_pages(c, scene);
+    scene.pages = make_indices(scene.page_ids, options.index_dtype, scene.page_cols);
+  }
+  if (p.seqused_kv) {
+    scene.used = make_indices(c.lengths_kv, options.index_dtype);
+  }
+  const bool packed = p.layout == Layout::packed;
+  const bool paged = p.layout == Layout::paged;
+  const std::int64_t q_batch = packed ? 1 : p.batch;
+  const std::int64_t q_rows = packed ? p.total_q : p.seqlen_q;
+  const std::int64_t kv_batch = packed ? 1 : (paged ? p.num_pages : p.batch);
+  const std::int64_t kv_rows = packed ? p.total_kv : (paged ? p.page_size : p.seqlen_kv);
+  const Fill fill = options.fill;
+  scene.q = place(nth_style(c.style, 0), p.dtype, q_batch, q_rows, p.heads_q, p.head_dim, fill);
+  scene.k = place(nth_style(c.style, 1), p.dtype, kv_batch, kv_rows, heads_kv, p.head_dim, fill);
+  scene.v = place(nth_style(c.style, 2), p.dtype, kv_batch, kv_rows, heads_kv, dim_v, fill);
+  scene.o = place(nth_style(c.style, 3), options.problem_dtype_out ? p.dtype : DType::f32, q_batch,
+                  q_rows, p.heads_q, dim_v, fill);
+  if (options.with_lse) {
+    // Padded: heads q_rows + 3 apart.
+    const std::int64_t stride = q_rows + 3;
+    scene.lse_buffer =
+        GuardedBuffer(index(std::max<std::int64_t>(1, q_batch * p.heads_q * stride)) * 4, fill);
+    scene.lse = {static_cast<float*>(scene.lse_buffer.data()),
+                 q_batch,
+                 p.heads_q,
+                 q_rows,
+                 p.heads_q * stride,
+                 stride,
+                 1};
+  }
+  write_values(c, values, scene);
+  return scene;
+}
+
+/// Bytes of an output that belong to no row of a sequence must keep their fill.
+std::vector<unsigned char> bytes_outside(const Case& c, Scene& scene) {
+  std::vector<unsigned char> copy(scene.o.buffer.bytes());
+  std::memcpy(copy.data(), scene.o.buffer.data(), copy.size());
+  const TensorView& o = scene.o.view;
+  for (std::int64_t b = 0; b < scene.problem.batch; ++b) {
+    for (std::int64_t i = 0; i < c.lengths_q[index(b)]; ++i) {
+      const Place at = place_of_q(scene, b, i);
+      for (std::int64_t h = 0; h < o.heads; ++h) {
+        for (std::int64_t d = 0; d < o.head_dim; ++d) {
+          const std::byte* const element = element_at(o, at.batch, at.row, h, d);
+          const auto offset = element - static_cast<std::byte*>(scene.o.buffer.data());
+          std::memset(copy.data() + offset, 0, static_cast<std::size_t>(bits_of(o.dtype) / 8));
+        }
+      }
+    }
+  }
+  return copy;
+}
+
+Output read_output(const Case& c, const Scene& scene) {
+  Output output;
+  const TensorView& o = scene.o.view;
+  for (std::int64_t b = 0; b < scene.problem.batch; ++b) {
+    for (std::int64_t i = 0; i < c.lengths_q[index(b)]; ++i) {
+      const Place at = place_of_q(scene, b, i);
+      for (std::int64_t h = 0; h < o.heads; ++h) {
+        for (std::int64_t d = 0; d < o.head_dim; ++d) {
+          output.o.push_back(read(o, at.batch, at.row, h, d));
+        }
+        if (scene.lse.data != nullptr) {
+          output.lse.push_back(scene.lse.data[at.batch * scene.lse.stride_batch +
+                                              h * scene.lse.stride_heads + at.row]);
+        }
+      }
+    }
+  }
+  return output;
+}
+
+OracleOptions oracle_options(const AttentionProblem& p) {
+  OracleOptions options;
+  options.scale = p.softmax_scale ? static_cast<double>(*p.softmax_scale)
+                                  : static_cast<double>(static_cast<float>(
+                                        1.0 / std::sqrt(static_cast<double>(p.head_dim))));
+  options.softcap = static_cast<double>(p.softcap);
+  options.has_left = p.mask.window_left >= 0;
+  options.has_right = p.mask.window_right >= 0;
+  options.left = p.mask.window_left;
+  options.right = p.mask.window_right;
+  options.top_left = p.mask.align == MaskAlign::top_left;
+  return options;
+}
+
+/// Rows of one head of one sequence out of [Σ rows, heads, dim].
+std::vector<double> head_of(const std::vector<float>& values, std::int64_t first, std::int64_t rows,
+                            std::int64_t heads, std::int64_t head, std::int64_t dim) {
+  std::vector<double> out;
+  out.reserve(index(rows * dim));
+  for (std::int64_t i = first; i < first + rows; ++i) {
+    for (std::int64_t d = 0; d < dim; ++d) {
+      out.push_back(static_cast<double>(values[index((i * heads + head) * dim + d)]));
+    }
+  }
+  return out;
+}
+
+}  // namespace
+
+float round_to(DType dtype, float value) {
+  switch (dtype) {
+    case DType::f16:
+      return f16_to_f32(f32_to_f16(value));
+    case DType::bf16:
+      return bf16_to_f32(f32_to_bf16(value));
+    default:
+      return value;
+  }
+}
+
+Values make_values(const Case& c) {
+  std::mt19937 generator(c.seed);
+  std::normal_distribution<double> normal(0.0, 1.0);
+  const AttentionProblem& p = c.problem;
+  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
+  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const auto fill = [&](std::int64_t count, double sigma) {
+    std::vector<float> values(index(count));
+    for (float& value : values) {
+      value = round_to(p.dtype, static_cast<float>(sigma * normal(generator)));
+    }
+    return values;
+  };
+  return {fill(sum_of(c.lengths_q) * p.heads_q * p.head_dim, c.sigma_q),
+          fill(sum_of(c.lengths_kv) * heads_kv * p.head_dim, c.sigma_k),
+          fill(sum_of(c.lengths_kv) * heads_kv * dim_v, 1.0)};
+}
+
+Status try_case(const Case& c, const Values& values, const RunOptions& options, Output& output) {
+  Scene scene = make_scene(c, values, options);
+  const Result<Plan> planned =
+      plan(scene.problem, Device::cpu(), {.kernel = options.kernel, .threads = options.threads});
+  if (!planned) {
+    return planned.status();
+  }
+  EXPECT_EQ(planned->kernel(), options.kernel);
+  GuardedBuffer workspace(static_cast<std::size_t>(planned->workspace_bytes()), options.fill);
+  const std::vector<unsigned char> before = bytes_outside(c, scene);
+  const Status status =
+      planned->forward(scene.inputs(), {scene.o.view, scene.lse},
+                       {workspace.data(), static_cast<std::int64_t>(workspace.bytes())});
+  EXPECT_TRUE(scene.o.buffer.intact()) << "o was written outside its buffer";
+  EXPECT_TRUE(before == bytes_outside(c, scene)) << "o was written outside its rows";
+  EXPECT_TRUE(!options.with_lse || scene.lse_buffer.intact()) << "lse was written outside";
+  EXPECT_TRUE(workspace.intact()) << "the workspace was left";
+  if (status) {
+    output = read_output(c, scene);
+  }
+  return status;
+}
+
+Output run_case(const Case& c, const Values& values, const RunOptions& options) {
+  Output output;
+  const Status status = try_case(c, values, options, output);
+  EXPECT_TRUE(status.is_ok()) << options.kernel << ": " << status.message();
+  return output;
+}
+
+Expected expect_values(const Case& c, const Values& values) {
+  const AttentionProblem& p = c.problem;
+  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
+  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const OracleOptions options = oracle_options(p);
+  const auto round = [&p](float x) { return round_to(p.dtype, x); };
+  Expected expected;
+  const std::int64_t total_q = sum_of(c.lengths_q);
+  expected.o.resize(index(total_q * p.heads_q * dim_v));
+  expected.lse.resize(index(total_q * p.heads_q));
+  std::int64_t q_first = 0, kv_first = 0;
+  for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
+    const std::int64_t rows = c.lengths_q[b];
+    const std::int64_t keys = c.lengths_kv[b];
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      const std::int64_t h_kv = h * heads_kv / p.heads_q;
+      const auto q = head_of(values.q, q_first, rows, p.heads_q, h, p.head_dim);
+      const auto k = head_of(values.k, kv_first, keys, heads_kv, h_kv, p.head_dim);
+      const auto v = head_of(values.v, kv_first, keys, heads_kv, h_kv, dim_v);
+      const OracleHead head{rows, keys, p.head_dim, dim_v, q.data(), k.data(), v.data()};
+      double error_o = 0, error_lse = 0;
+#pragma omp parallel for num_threads(2) schedule(dynamic, 1) reduction(max : error_o, error_lse)
+      for (std::int64_t i = 0; i < rows; ++i) {
+        const std::int64_t row = (q_first + i) * p.heads_q + h;
+        double* const o = expected.o.data() + row * dim_v;
+        const double lse = oracle_row(head, options, i, o);
+        expected.lse[index(row)] = lse;
+        std::vector<double> naive(index(dim_v));
+        const double naive_lse = naive_row(head, options, i, round, naive.data());
+        for (std::int64_t d = 0; d < dim_v; ++d) {
+          // The naive output is in the dtype; where o is f32 the contract is the same.
+          error_o = std::fmax(error_o, std::fabs(naive[index(d)] - o[d]));
+        }
+        if (std::isfinite(lse)) {
+          error_lse = std::fmax(error_lse, std::fabs(naive_lse - lse));
+        }
+      }
+      expected.naive_error_o = std::fmax(expected.naive_error_o, error_o);
+      expected.naive_error_lse = std::fmax(expected.naive_error_lse, error_lse);
+    }
+    q_first += rows;
+    kv_first += keys;
+  }
+  return expected;
+}
+
+namespace {
+
+struct Worst {
+  double error = -1;
+  std::size_t at = 0;
+};
+
+/// Compares one array; `name` and the shape of a row are for the message.
+::testing::AssertionResult compare(const char* name, const std::vector<float>& got,
+                                   const std::vector<double>& want, double bound,
+                                   const std::string& derivation, std::int64_t heads,
+                                   std::int64_t dim) {
+  if (got.size() != want.size()) {
+    return ::testing::AssertionFailure()
+           << name << " has " << got.size() << " elements, " << want.size() << " expected";
+  }
+  const auto where = [&](std::size_t i) {
+    const auto n = static_cast<std::int64_t>(i);
+    return "[row " + std::to_string(n / (heads * dim)) + ", head " +
+           std::to_string(n / dim % heads) + ", dim " + std::to_string(n % dim) + "]";
+  };
+  Worst worst;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const auto value = static_cast<double>(got[i]);
+    const bool same_kind = std::isnan(value) == std::isnan(want[i]) &&
+                           (!(std::isinf(value) || std::isinf(want[i])) || value == want[i]);
+    if (!same_kind) {
+      return ::testing::AssertionFailure()
+             << name << where(i) << " is " << value << ", " << want[i] << " expected";
+    }
+    if (std::isfinite(value) && std::fabs(value - want[i]) > worst.error) {
+      worst = {std::fabs(value - want[i]), i};
+    }
+  }
+  if (worst.error > bound) {
+    return ::testing::AssertionFailure()
+           << name << where(worst.at) << " is " << got[worst.at] << ", " << want[worst.at]
+           << " expected: error " << worst.error << " above " << bound << " = " << derivation;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+double largest(const std::vector<double>& values) {
+  double top = 0;
+  for (const double value : values) {
+    top = std::isfinite(value) ? std::fmax(top, std::fabs(value)) : top;
+  }
+  return top;
+}
+
+}  // namespace
+
+::testing::AssertionResult close_to(const Output& output, const Expected& expected, const Case& c) {
+  const AttentionProblem& p = c.problem;
+  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  constexpr double kUlp32 = 0x1p-23;
+  // Half an ulp of the dtype: what one more or one less rounding of the result changes.
+  const double half_ulp = p.dtype == DType::bf16 ? 0x1p-9 : p.dtype == DType::f16 ? 0x1p-12 : 0;
+  const double o_size = largest(expected.o);
+  const double o_bound = 1.5 * expected.naive_error_o + 4 * kUlp32 * o_size + half_ulp * o_size;
+  const ::testing::AssertionResult o = compare(
+      "o", output.o, expected.o, o_bound,
+      "1.5 * naive " + std::to_string(expected.naive_error_o) + " + ulps", p.heads_q, dim_v);
+  if (!o || output.lse.empty()) {
+    return o;
+  }
+  const double lse_size = std::fmax(1.0, largest(expected.lse));
+  const double lse_bound = 1.5 * expected.naive_error_lse + 4 * kUlp32 * lse_size;
+  return compare("lse", output.lse, expected.lse, lse_bound,
+                 "1.5 * naive " + std::to_string(expected.naive_error_lse) + " + ulps", p.heads_q,
+                 1);
+}
+
+::testing::AssertionResult same_bits(const Output& a, const Output& b) {
+  const std::pair<const std::vector<float>*, const std::vector<float>*> arrays[] = {
+      {&a.o, &b.o}, {&a.lse, &b.lse}};
+  for (const auto& [x, y] : arrays) {
+    if (x->size() != y->size()) {
+      return ::testing::AssertionFailure() << x->size() << " and " << y->size() << " elements";
+    }
+    for (std::size_t i = 0; i < x->size(); ++i) {
+      if (std::memcmp(&(*x)[i], &(*y)[i], sizeof(float)) != 0) {
+        return ::testing::AssertionFailure()
+               << (x == &a.o ? "o" : "lse") << "[" << i << "]: " << (*x)[i] << " and " << (*y)[i];
+      }
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+void check_case(const Case& c, const RunOptions& options) {
+  const Values values = make_values(c);
+  const Output output = run_case(c, values, options);
+  EXPECT_TRUE(close_to(output, expect_values(c, values), c));
+}
+
+std::vector<std::string> cpu_kernels() {
+  std::vector<std::string> names;
+  for (const dispatch::Registered& kernel : dispatch::kernels()) {
+    if (kernel.entry->device == Device::Kind::cpu && kernel.machine.yes) {
+      names.emplace_back(kernel.entry->name);
+    }
+  }
+  return names;
+}
+
+std::string refusal_of(const Case& c, const std::string& kernel) {
+  const Result<Plan> planned = plan(sized_problem(c), Device::cpu(), {.kernel = kernel});
+  return planned ? std::string() : planned.status().message();
+}
+
+}  // namespace rafter::testing

@@ -1,0 +1,90 @@
+// One attention case, laid out in memory in any of the ways the API allows, run by a kernel, and
+// compared with the oracle.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "rafter/attention.h"
+#include "support/guarded_buffer.h"
+
+namespace rafter::testing {
+
+/// How tensors lie in memory.
+enum class Style : std::uint8_t {
+  contiguous,       // [batch, seqlen, heads, head_dim]
+  heads_first,      // [batch, heads, seqlen, head_dim]
+  gaps,             // odd padding between rows, heads and sequences, off the 64-byte alignment
+  every_other,      // every second row of a larger tensor
+  backwards,        // rows in descending addresses
+  mixed,            // another of these for each of q, k, v and o
+  strided_head_dim  // head_dim stride 2
+};
+
+/// What to compute, in values: sequences of their own lengths whatever the layout.
+struct Case {
+  AttentionProblem problem;  // batch, seqlens, totals and pages are filled from the lengths
+  std::vector<std::int64_t> lengths_q = {0};  // one per sequence
+  std::vector<std::int64_t> lengths_kv = {0};
+  Style style = Style::contiguous;
+  std::uint32_t seed = 1;
+  double sigma_q = 1, sigma_k = 1;
+
+  Case& lengths(std::vector<std::int64_t> q, std::vector<std::int64_t> kv) {
+    lengths_q = std::move(q);
+    lengths_kv = std::move(kv);
+    return *this;
+  }
+};
+
+/// Values of all sequences, rounded to the dtype: q [Σ seqlen_q, heads_q, head_dim] and so on.
+struct Values {
+  std::vector<float> q, k, v;
+};
+Values make_values(const Case& c);
+
+/// Results in the same order: o [Σ seqlen_q, heads_q, head_dim_v], lse [Σ seqlen_q, heads_q].
+struct Output {
+  std::vector<float> o, lse;
+};
+
+struct RunOptions {
+  std::string kernel;
+  int threads = 2;
+  Fill fill = Fill::nan;  // of everything outside the valid region, workspace included
+  DType index_dtype = DType::i32;
+  bool problem_dtype_out = false;  // o in the problem's dtype; else f32
+  bool with_lse = true;
+};
+
+/// Runs a case through plan and forward; fails the test on any error or a broken guard band.
+Output run_case(const Case& c, const Values& values, const RunOptions& options);
+/// The same, with the error instead of a failure.
+Status try_case(const Case& c, const Values& values, const RunOptions& options, Output& output);
+
+/// The oracle's results and the errors of the naive computation in the dtype against it.
+struct Expected {
+  std::vector<double> o, lse;
+  double naive_error_o = 0, naive_error_lse = 0;
+};
+Expected expect_values(const Case& c, const Values& values);
+
+/// Places of inf and nan, then the largest error against 1.5 × the naive error plus a few ulp.
+::testing::AssertionResult close_to(const Output& output, const Expected& expected, const Case& c);
+/// Equal to the bit, NaN included.
+::testing::AssertionResult same_bits(const Output& a, const Output& b);
+
+/// run_case, expect_values and close_to in one.
+void check_case(const Case& c, const RunOptions& options);
+
+/// Names of the CPU kernels that this machine has.
+std::vector<std::string> cpu_kernels();
+/// The kernel's refusal of a case, empty when it takes it.
+std::string refusal_of(const Case& c, const std::string& kernel);
+
+float round_to(DType dtype, float value);
+
+}  // namespace rafter::testing
