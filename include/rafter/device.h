@@ -44,14 +44,19 @@ struct Figure {
   std::int64_t samples = 0;
 };
 
-/// A machine as the roofline sees it: named figures. Keys used by the cost models:
-///   peak_<dtype>_flop_per_s       dense matmul peak of f32 | f16 | bf16 | e4m3 | e5m2 | int8 |
-///   int4 peak_vector_f32_flop_per_s    without matrix units exp_per_s exponentials per second,
-///   whole device bandwidth_bytes_per_s         main memory; bandwidth_read/write/copy_… and
-///   bandwidth_l1/l2/l3_… where known capacity_bytes, usable_bytes  main memory, and what is left
-///   of it for a workload sm_count (cores on a CPU), fast_memory_bytes (per SM or core), l2_bytes
-///   launch_s, graph_launch_s, graph_submit_s        cost of one launch; in a graph; of submitting
-///   a graph clock_hz                      the clock that the peaks assume
+/// A machine as the roofline sees it: named figures. figure_keys() lists every key with its unit;
+/// the cost models use
+///   peak_<dtype>_flop_per_s     dense matmul peak of f32 | f16 | bf16 | e4m3 | e5m2 | int8 | int4
+///   peak_vector_f32_flop_per_s  without matrix units
+///   exp_per_s                   exponentials per second, whole device
+///   bandwidth_bytes_per_s       main memory; bandwidth_{read,write,copy,l1,l2,l3}_bytes_per_s
+///   where
+///                               known
+///   capacity_bytes              main memory; usable_bytes what is left of it for a workload
+///   sm_count                    SMs, or cores of a CPU; fast_memory_bytes of one of them; l2_bytes
+///   launch_s, graph_launch_s    cost of one launch; of one inside a graph
+///   graph_submit_s              cost of submitting a graph
+///   clock_hz                    the clock that the peaks assume
 struct DeviceSpec {
   std::string name;   // "h100-sxm"
   std::string title;  // "NVIDIA H100 SXM5 80 GB"
@@ -68,12 +73,21 @@ struct DeviceSpec {
   Result<double> peak(DType dtype) const;
 };
 
+/// A key that a device file may have, and the unit that its figure must be in.
+struct FigureKey {
+  std::string key, unit, what;
+};
+const std::vector<FigureKey>& figure_keys();
+
 /// Names of the built-in devices, sorted.
 std::vector<std::string> device_names();
 /// A built-in device; invalid_argument lists the names.
 Result<DeviceSpec> find_device(std::string_view name);
-/// Parses one device document. Errors name the key, what was given and what is allowed (io_error
-/// when it is not JSON).
+/// Parses one device document: {"name", "title", "kind": "cpu" | "cuda", "figures": {key: {"value",
+/// "unit", "kind": "spec" | "measured" | "derived" | "assumed", "source", and of measured ones
+/// "low", "high", "samples"}}, "notes": {key: text}}. Errors name the key, what was given and what
+/// is allowed (io_error when it is not JSON): unknown, doubled or missing keys, values that are not
+/// finite and above 0, another unit than the key's, an empty source, low > value or value > high.
 Result<DeviceSpec> parse_device(std::string_view json);
 /// Reads a device file. Errors: io_error, or as parse_device.
 Result<DeviceSpec> load_device(const std::string& path);
