@@ -86,6 +86,7 @@ struct Convention {
   double recompute_flops_per_element = 3;       // backward: scale, subtract lse, exp
   double score_gradient_flops_per_element = 3;  // backward: dP − D, times P, times softmax_scale
   CausalPairs causal_pairs = CausalPairs::exact;
+  bool causal = true;  // a model's prefill, where the step does not say
 
   // Attention: bytes.
   std::optional<double> score_passes = {};  // of the scores through memory; unset: by pipeline,
@@ -121,6 +122,7 @@ struct Convention {
                                         // always count)
   std::optional<double> launch_s = {};  // unset: the device's launch_s
   std::optional<double> graph_submit_s = {};  // unset: the device's graph_submit_s
+  std::optional<double> graph_launch_s = {};  // unset: the device's graph_launch_s
   TimeModel time_model = TimeModel::max;
   double dead_band = 1;  // ≥ 1: near the ridge when ridge / dead_band ≤ intensity ≤ ridge ·
                          // dead_band; 1: strict
@@ -333,7 +335,8 @@ struct Ridge {
 };
 Result<Ridge> ridge(const DeviceSpec& device, DType dtype, const Convention& convention = {});
 
-/// What fusing is worth for one attention: this problem unfused against `pipeline`.
+/// What fusing is worth for one attention: this problem unfused against `pipeline`. An override of
+/// score_passes is the unfused side's.
 struct FusionGain {
   double ceiling = 0;  // peak / (intensity_unfused · bandwidth), 1 when unfused is compute-bound
   double achieved =
@@ -363,8 +366,11 @@ struct Crossover {
   bool closed_form = true;
   std::string device, convention;
 };
+/// seqlen_q and seqlen_kv of the problem are ignored. Errors: a layout other than dense; a missing
+/// figure of the device.
 Result<Crossover> crossover(const AttentionProblem& problem, Pipeline pipeline,
-                            const DeviceSpec& device, const Convention& convention = {});
+                            const DeviceSpec& device, const Convention& convention = {},
+                            Pass pass = Pass::forward);
 
 /// The tiled traffic model of the I/O bound: with M of fast memory, M / head_dim rows of queries
 /// stay on chip, so K and V pass S·head_dim/M times: S²·head_dim²/M elements (constant 1).
@@ -416,8 +422,9 @@ SoftmaxState merge_states(const SoftmaxState& a, const SoftmaxState& b);
 
 struct SoftmaxStep {
   double m = 0, l = 0;
-  double rescale = 0;  // exp(m before − m after): what was held is multiplied by it; 0 at first
-  double output = 0;   // normalised, over the keys so far
+  double rescale = 0;  // exp(m before − m after): what was held is multiplied by it; 0 at first, 1
+                       // where m stays
+  double output = 0;  // normalised, over the keys so far
 };
 struct SoftmaxTrace {
   std::vector<SoftmaxStep> steps;  // one per block
@@ -445,7 +452,8 @@ struct ModelConfig {
   bool attention_bias = false;  // on q, k, v and o
   bool qkv_bias = false;        // on q, k, v only (Qwen2)
   bool mlp_bias = false;
-  DType dtype = DType::bf16;  // of weights and activations as published
+  std::int64_t sliding_window = 0;  // keys that a token sees, itself among them; 0: all before it
+  DType dtype = DType::bf16;        // of weights and activations as published
 
   std::int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 0; }
 };
@@ -484,7 +492,7 @@ struct ModelStep {
   std::int64_t seqlen = 0;  // prefill: tokens of each sequence; decode: context (0: weights only)
   std::int64_t batch = 1;   // 0: as many sequences as the memory holds (decode)
   Pipeline pipeline = Pipeline::fused;
-  bool causal = true;                      // prefill
+  std::optional<bool> causal = {};         // prefill; unset: the convention's
   std::optional<DType> weight_dtype = {};  // unset: the model's
   std::optional<DType> kv_dtype = {};      // unset: the model's
   bool all_logits = false;                 // prefill: logits of every position, not the last only

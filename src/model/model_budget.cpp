@@ -1,0 +1,440 @@
+// One forward pass of a Llama-like model: its products, its attention, its elementwise kernels and
+// its launches, each with FLOPs, bytes and time.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "model/attention_terms.h"
+#include "model/check.h"
+#include "model/model_shape.h"
+#include "model/predict.h"
+#include "model/solve.h"
+
+namespace rafter {
+
+using model::check_range;
+using model::first_error;
+
+namespace {
+
+/// FLOPs, bytes and seconds of a class of kernels.
+struct Work {
+  double flops = 0, bytes = 0, seconds = 0;
+};
+
+/// A step with every default filled in, at a length and batch that may be real.
+struct Step {
+  const ModelStep& request;
+  const Convention& convention;
+  ParameterCount params;
+  Ridge roof;
+  DType weight_dtype, kv_dtype;
+  double seqlen = 0, batch = 0;
+
+  bool prefill() const { return request.phase == Phase::prefill; }
+  double tokens() const { return prefill() ? batch * seqlen : batch; }
+  double logits() const { return prefill() && request.all_logits ? tokens() : batch; }
+  double layers() const { return static_cast<double>(request.model.num_layers); }
+  double bandwidth() const { return convention.bandwidth_efficiency * roof.bandwidth_bytes_per_s; }
+};
+
+/// One product of the model: [m, k] · [k, n], `count` times.
+struct Product {
+  double m, n, k, count;
+};
+
+std::vector<Product> products_of(const Step& step) {
+  const ModelConfig& m = step.request.model;
+  const double tokens = step.tokens();
+  const auto h = static_cast<double>(m.hidden_size), f = static_cast<double>(m.intermediate_size);
+  const auto q = static_cast<double>(m.heads_q) * static_cast<double>(m.head_dim);
+  const auto kv = static_cast<double>(m.heads_kv) * static_cast<double>(m.head_dim);
+  return {{tokens, q, h, step.layers()},       // q
+          {tokens, kv, h, 2 * step.layers()},  // k, v
+          {tokens, h, q, step.layers()},       // o
+          {tokens, f, h, 2 * step.layers()},   // gate, up
+          {tokens, h, f, step.layers()},       // down
+          {step.logits(), static_cast<double>(m.vocab_size), h, 1}};
+}
+
+struct Gemms {
+  Work work;
+  double weight_bytes = 0, activation_bytes = 0, weights_seconds = 0;
+};
+
+/// Weight products. Under all_params they are one lump of 2 N FLOPs a token over N weights; else
+/// each product by itself, an n_params override scaling weights and FLOPs alike.
+Gemms gemms_of(const Step& step) {
+  const Convention& c = step.convention;
+  const double b = bytes_of(step.request.model.dtype), b_weight = bytes_of(step.weight_dtype);
+  const double peak = c.compute_efficiency * step.roof.peak_flop_per_s;
+  struct Item {
+    double flops, weights, activations;
+  };
+  std::vector<Item> items;
+  double counted = 0, activations = 0;
+  for (const Product& p : products_of(step)) {
+    const double moved = c.count_gemm_activations ? p.count * (p.m * p.k + p.m * p.n) * b : 0;
+    items.push_back({2 * p.m * p.n * p.k * p.count, p.n * p.k * p.count * b_weight, moved});
+    counted += p.n * p.k * p.count;
+    activations += moved;
+  }
+  if (c.gemm_flops == GemmFlops::all_params) {
+    items = {{2 * step.params.total * step.tokens(), step.params.total * b_weight, activations}};
+  } else if (c.n_params) {
+    for (Item& item : items) {
+      item.flops *= step.params.total / counted;
+      item.weights *= step.params.total / counted;
+    }
+  }
+  Gemms g;
+  for (const Item& item : items) {
+    g.weight_bytes += item.weights;
+  }
+  double seconds_per_weight_byte = 1 / step.bandwidth();
+  if (step.request.memory_floor_s) {
+    const double floor =
+        *step.request.memory_floor_s * b_weight / bytes_of(step.request.memory_floor_dtype);
+    seconds_per_weight_byte = floor / g.weight_bytes;
+  }
+  g.weights_seconds = g.weight_bytes * seconds_per_weight_byte;
+  for (const Item& item : items) {
+    g.work.flops += item.flops;
+    g.activation_bytes += item.activations;
+    g.work.seconds += std::max(item.flops / peak, item.weights * seconds_per_weight_byte +
+                                                      item.activations / step.bandwidth());
+  }
+  g.work.bytes = g.weight_bytes + g.activation_bytes;
+  return g;
+}
+
+Mask prefill_mask(const Step& step) {
+  const std::int64_t window = step.request.model.sliding_window;
+  const bool causal = step.request.causal.value_or(step.convention.causal);
+  return {window > 0 ? window - 1 : -1, causal ? 0 : -1, MaskAlign::bottom_right};
+}
+
+struct Attention {
+  Work work;
+  double kv_bytes = 0, launches_per_layer = 0;
+};
+
+/// All layers' attention by a pipeline; an override of score passes belongs to the step's own.
+Attention attention_of(const Step& step, Pipeline pipeline) {
+  const ModelConfig& m = step.request.model;
+  Convention c = step.convention;
+  if (pipeline != step.request.pipeline) {
+    c.score_passes = std::nullopt;
+  }
+  const std::int64_t splits = pipeline == Pipeline::split_kv ? step.request.splits : 1;
+  const DType kv = step.prefill() ? m.dtype : step.kv_dtype;
+  const model::AttentionShape shape = model::attention_shape(m, kv, splits);
+  const double rows = step.prefill() ? step.seqlen : 1;
+  const double keys = step.prefill() ? step.seqlen : model::keys_kept(m, step.seqlen);
+  const Mask mask = step.prefill() ? prefill_mask(step) : Mask::none();
+  model::AttentionTotals totals;
+  totals.add(model::totals_of(shape, rows, keys, mask, c), step.batch);
+  const Cost layer = step.prefill() ? model::forward_terms(shape, totals, pipeline,
+                                                           model::counted_of(c, pipeline), c)
+                                    : model::decode_terms(shape, totals, pipeline, c);
+  const double efficiency = c.attention_compute_efficiency.value_or(c.compute_efficiency);
+  Attention a;
+  a.work.flops = step.layers() * layer.flops;
+  a.work.bytes = step.layers() * layer.bytes;
+  a.work.seconds = step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
+                                            layer.bytes / step.bandwidth());
+  a.kv_bytes = step.layers() * layer.kv_bytes;
+  a.launches_per_layer = layer.launches;
+  return a;
+}
+
+/// Norms, RoPE, appending K and V to the cache, SwiGLU, residual adds, the embedding's rows; and
+/// the parameters of norms and biases.
+Work elementwise_of(const Step& step) {
+  if (!step.convention.count_elementwise) {
+    return {};
+  }
+  const ModelConfig& m = step.request.model;
+  const double tokens = step.tokens(), layers = step.layers();
+  const auto h = static_cast<double>(m.hidden_size), f = static_cast<double>(m.intermediate_size);
+  const auto q = static_cast<double>(m.heads_q) * static_cast<double>(m.head_dim);
+  const auto kv = static_cast<double>(m.heads_kv) * static_cast<double>(m.head_dim);
+  Work w;
+  const auto add = [&](const ElementwiseProblem& e, double count) {
+    w.flops += count * e.elements * e.flops_per_element;
+    w.bytes += count * e.elements * (e.reads + e.writes) * bytes_of(e.dtype);
+  };
+  add(ElementwiseProblem::rmsnorm(tokens * h, m.dtype), 2 * layers);
+  add(ElementwiseProblem::rmsnorm(step.logits() * h, m.dtype), 1);
+  add(ElementwiseProblem::rope(tokens * (q + kv), m.dtype), layers);
+  add(ElementwiseProblem::residual_add(tokens * h, m.dtype), 2 * layers);
+  add(ElementwiseProblem::swiglu(tokens * f, m.dtype), layers);
+  w.bytes += 2 * tokens * h * bytes_of(m.dtype);  // a row of the embedding table, read and written
+  w.bytes += tokens * (layers * 2 * kv * bytes_of(m.dtype) +  // new K and V read, and kept
+                       model::kv_bytes_per_token(m, step.kv_dtype));
+  const double tied = m.tie_word_embeddings ? 0 : step.params.head;
+  const double others = std::max(
+      0.0, step.params.total - step.params.embedding - tied - layers * step.params.layer_matmul);
+  w.bytes += step.convention.n_params ? 0 : others * bytes_of(step.weight_dtype);
+  w.seconds = std::max(w.flops / (step.convention.compute_efficiency * step.roof.peak_flop_per_s),
+                       w.bytes / step.bandwidth());
+  return w;
+}
+
+/// Per layer: norm, q, k, v, RoPE, append, attention, o, add, norm, gate, up, SwiGLU, down, add;
+/// beside them the embedding, the last norm, the head and the sampling.
+double counted_launches(const Step& step, double attention_launches) {
+  return step.layers() * (14 + attention_launches) + 4;
+}
+
+/// Seconds of a figure from the convention or the device; NaN and the reason where neither has it.
+model::Dispatch seconds_of(const char* key, const std::optional<double>& given,
+                           const DeviceSpec& device) {
+  const Figure* figure = device.find(key);
+  if (given || figure != nullptr) {
+    return {given ? *given : figure->value, ""};
+  }
+  return {std::numeric_limits<double>::quiet_NaN(),
+          fmt::format("{} has no {}; give {}", device.name, key, key)};
+}
+
+model::Dispatch step_dispatch(const Step& step, double launches, const DeviceSpec& device) {
+  const Convention& c = step.convention;
+  if (!c.count_dispatch && !step.request.launches && !step.request.graph) {
+    return {0, "launches are not counted by this convention unless given"};
+  }
+  if (!step.request.graph) {
+    model::Dispatch one = seconds_of("launch_s", c.launch_s, device);
+    one.seconds *= launches;
+    return one;
+  }
+  model::Dispatch submit = seconds_of("graph_submit_s", c.graph_submit_s, device);
+  const model::Dispatch each = seconds_of("graph_launch_s", c.graph_launch_s, device);
+  submit.seconds += launches * each.seconds;
+  submit.reason = submit.reason.empty() ? each.reason : submit.reason;
+  return submit;
+}
+
+double known(double seconds) { return std::isnan(seconds) ? 0 : seconds; }
+
+double total_seconds(const Step& step, double device_seconds, double dispatch) {
+  return step.convention.time_model == TimeModel::sum ? device_seconds + known(dispatch)
+                                                      : std::max(device_seconds, known(dispatch));
+}
+
+/// Everything that does not need the step's own validation again: lengths may be real.
+ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
+  const ModelStep& request = step.request;
+  const Gemms gemms = gemms_of(step);
+  const Attention attention = attention_of(step, request.pipeline);
+  const Attention unfused = attention_of(step, Pipeline::unfused);
+  const Work elementwise = elementwise_of(step);
+  ModelBudget b;
+  b.device = device.name;
+  b.convention = step.convention.name;
+  b.words = step.convention.verdict_words;
+  b.n_params = step.params.total;
+  b.batch = step.batch;
+  b.tokens = step.tokens();
+  b.gemm_flops = gemms.work.flops;
+  b.attention_flops = attention.work.flops;
+  b.elementwise_flops = elementwise.flops;
+  b.flops = b.gemm_flops + b.attention_flops + b.elementwise_flops;
+  b.weight_bytes = gemms.weight_bytes;
+  b.activation_bytes = gemms.activation_bytes;
+  b.attention_bytes = attention.work.bytes;
+  b.elementwise_bytes = elementwise.bytes;
+  b.bytes = gemms.work.bytes + attention.work.bytes + elementwise.bytes;
+  b.kv_bytes_per_token = model::kv_bytes_per_token(request.model, step.kv_dtype);
+  b.kv_bytes = step.prefill() ? b.tokens * b.kv_bytes_per_token : attention.kv_bytes;
+  b.gemm_time_s = gemms.work.seconds;
+  b.attention_time_s = attention.work.seconds;
+  b.elementwise_time_s = elementwise.seconds;
+  b.weights_time_s = gemms.weights_seconds;
+  b.device_time_s = b.gemm_time_s + b.attention_time_s + b.elementwise_time_s;
+
+  const auto launches_with = [&](const Attention& a) {
+    return request.launches.value_or(counted_launches(step, a.launches_per_layer));
+  };
+  b.launches = launches_with(attention);
+  b.launches_per_layer = b.launches / step.layers();
+  const model::Dispatch dispatch = step_dispatch(step, b.launches, device);
+  b.dispatch_time_s = dispatch.seconds;
+  b.dispatch_reason = dispatch.reason;
+  b.time_s = total_seconds(step, b.device_time_s, dispatch.seconds);
+  b.dispatch_fraction = known(dispatch.seconds) / (known(dispatch.seconds) + b.device_time_s);
+
+  const double unfused_device = b.device_time_s - b.attention_time_s + unfused.work.seconds;
+  const model::Dispatch unfused_dispatch = step_dispatch(step, launches_with(unfused), device);
+  b.unfused_time_s = total_seconds(step, unfused_device, unfused_dispatch.seconds);
+  b.gain_over_unfused = b.unfused_time_s / b.time_s;
+  b.attention_share = b.attention_flops / b.flops;
+  b.attention_time_share = b.attention_time_s / b.device_time_s;
+  b.amdahl.share = unfused.work.seconds / unfused_device;
+  b.amdahl.speedup = b.attention_time_s > 0 ? unfused.work.seconds / b.attention_time_s : 1;
+  b.amdahl.gain = 1 / (1 - b.amdahl.share + b.amdahl.share / b.amdahl.speedup);
+  b.amdahl.bound = 1 / (1 - b.amdahl.share);
+
+  b.intensity_flop_per_byte = b.flops / b.bytes;
+  b.gemm_intensity_flop_per_byte = gemms.work.flops / gemms.work.bytes;
+  b.ridge_flop_per_byte = step.roof.flop_per_byte;
+  b.tokens_per_s = b.tokens / b.time_s;
+  const double floor_s = request.memory_floor_s
+                             ? gemms.weights_seconds
+                             : gemms.weight_bytes / step.roof.bandwidth_bytes_per_s;
+  const double roof_s =
+      std::max(b.flops / step.roof.peak_flop_per_s,
+               floor_s + (b.bytes - gemms.weight_bytes) / step.roof.bandwidth_bytes_per_s);
+  b.wall = dispatch.seconds > roof_s                            ? Wall::dispatch
+           : b.intensity_flop_per_byte >= b.ridge_flop_per_byte ? Wall::compute
+                                                                : Wall::bandwidth;
+  b.near_ridge = model::within_band(b.intensity_flop_per_byte, b.ridge_flop_per_byte,
+                                    step.convention.dead_band);
+  return b;
+}
+
+Status check_step(const ModelStep& s, const Convention& c) {
+  const std::int64_t shortest = s.phase == Phase::prefill ? 1 : 0;
+  Status checked = first_error(
+      c.validate(), model::check_model(s.model),
+      check_range("seqlen", s.seqlen, shortest, model::kMaxLength),
+      check_range("batch", s.batch, shortest, model::kMaxLength),
+      check_range("splits", s.splits, 1, model::kMaxLength),
+      model::check_element("weight_dtype", s.weight_dtype.value_or(DType::bf16)),
+      model::check_element("kv_dtype", s.kv_dtype.value_or(DType::bf16)),
+      model::check_element("memory_floor_dtype", s.memory_floor_dtype),
+      s.launches ? model::check_not_negative("launches", *s.launches) : Status::ok(),
+      s.memory_floor_s ? model::check_positive("memory_floor_s", *s.memory_floor_s) : Status::ok(),
+      s.capacity_bytes ? model::check_positive("capacity_bytes", *s.capacity_bytes) : Status::ok());
+  if (!checked) {
+    return checked;
+  }
+  if (s.splits > 1 && s.pipeline != Pipeline::split_kv) {
+    return Status::invalid_argument("splits", std::to_string(s.splits),
+                                    fmt::format("1 with pipeline = {}", to_string(s.pipeline)));
+  }
+  return Status::ok();
+}
+
+Result<Step> make_step(const ModelStep& request, const DeviceSpec& device, const Convention& c) {
+  if (Status s = check_step(request, c); !s) {
+    return s;
+  }
+  Step step{.request = request,
+            .convention = c,
+            .params = {},
+            .roof = {},
+            .weight_dtype = request.weight_dtype.value_or(request.model.dtype),
+            .kv_dtype = request.kv_dtype.value_or(request.model.dtype),
+            .seqlen = static_cast<double>(request.seqlen),
+            .batch = static_cast<double>(request.batch)};
+  if (request.phase == Phase::prefill) {
+    if (Status s = model::check_mask(prefill_mask(step), c); !s) {
+      return s;
+    }
+  }
+  Result<ParameterCount> params = count_parameters(request.model, c);
+  const Result<Ridge> roof = ridge(device, request.model.dtype, c);
+  if (Status s = first_error(params.status(), roof.status()); !s) {
+    return s;
+  }
+  step.params = std::move(*params);
+  step.roof = *roof;
+  return step;
+}
+
+/// Sequences of the step's length whose KV cache fits beside (or after) the weights.
+Result<double> max_batch_of(const Step& step, const DeviceSpec& device) {
+  const Result<double> capacity = step.request.capacity_bytes
+                                      ? Result<double>(*step.request.capacity_bytes)
+                                      : model::capacity_of(device, step.convention);
+  if (!capacity) {
+    return capacity.status();
+  }
+  const double weights =
+      step.convention.count_weights ? step.params.total * bytes_of(step.weight_dtype) : 0;
+  const double sequence = model::kv_bytes_per_token(step.request.model, step.kv_dtype) *
+                          model::keys_kept(step.request.model, step.seqlen);
+  return std::max(0.0, std::floor((*capacity - weights) / sequence));
+}
+
+}  // namespace
+
+std::string ModelBudget::verdict() const {
+  return model::verdict_words(words, wall, near_ridge, false);
+}
+
+Result<ModelBudget> model_budget(const ModelStep& request, const DeviceSpec& device,
+                                 const Convention& convention) {
+  Result<Step> step = make_step(request, device, convention);
+  if (!step) {
+    return step.status();
+  }
+  std::optional<double> max_batch;
+  if (request.seqlen > 0) {
+    const Result<double> most = max_batch_of(*step, device);
+    if (!most && request.batch == 0) {
+      return most.status();
+    }
+    if (most) {
+      max_batch = *most;
+    }
+  }
+  if (request.batch == 0) {
+    if (!max_batch || *max_batch < 1) {
+      return Status::invalid_argument("batch", "0 (as many sequences as fit)",
+                                      request.seqlen == 0
+                                          ? "1 and up with seqlen = 0"
+                                          : "a length of which one sequence fits the memory");
+    }
+    step->batch = *max_batch;
+  }
+  ModelBudget budget = budget_at(*step, device);
+  budget.max_batch = max_batch;
+  return budget;
+}
+
+Result<ModelLengths> model_lengths(const ModelConfig& m, const Convention& convention) {
+  const Result<ParameterCount> params = count_parameters(m, convention);
+  if (!params) {
+    return params.status();
+  }
+  // Attention per query head: f2·S² + f1·S FLOPs, from one pair alone under the mask.
+  const bool exact = convention.causal && convention.causal_pairs == CausalPairs::exact;
+  const double p2 = convention.causal ? 0.5 : 1, p1 = exact ? 0.5 : 0;
+  if (m.sliding_window > 0) {
+    return Status::unsupported("sliding_window", std::to_string(m.sliding_window), "0 (none)");
+  }
+  const double pair = static_cast<double>(m.heads_q) *
+                      (4 * static_cast<double>(m.head_dim) + convention.softmax_flops_per_element);
+  const double layers = static_cast<double>(m.num_layers);
+  const double weights = convention.gemm_flops == GemmFlops::all_params || convention.n_params
+                             ? params->total
+                             : params->matmul;
+  ModelLengths lengths;
+  lengths.attention_equals_gemm_seqlen = (2 * weights / (layers * pair) - p1) / p2;
+  lengths.attention_equals_layer_gemm_seqlen = (2 * params->layer_matmul / pair - p1) / p2;
+  return lengths;
+}
+
+Result<std::optional<double>> seqlen_for_gain(const ModelStep& request, double gain,
+                                              const DeviceSpec& device,
+                                              const Convention& convention) {
+  ModelStep at_one = request;  // the length is what is sought
+  at_one.phase = Phase::prefill;
+  at_one.seqlen = 1;
+  Result<Step> step = make_step(at_one, device, convention);
+  if (Status s = first_error(step.status(), model::check_positive("gain", gain)); !s) {
+    return s;
+  }
+  const auto reached = [&](double seqlen) {
+    Step longer = *step;
+    longer.seqlen = seqlen;
+    return budget_at(longer, device).gain_over_unfused >= gain;
+  };
+  return model::smallest_real(reached, 1, static_cast<double>(model::kMaxLength));
+}
+
+}  // namespace rafter

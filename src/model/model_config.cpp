@@ -1,0 +1,255 @@
+// Llama-like models: a Hugging Face config.json to shapes, and shapes to an exact parameter count.
+#include <fmt/format.h>
+
+#include <array>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "model/check.h"
+#include "model/model_shape.h"
+#include "rafter/roofline.h"
+
+namespace rafter {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxConfigBytes = std::size_t{1} << 20;
+
+/// model_type values whose decoder is RMSNorm, attention with RoPE and GQA, SwiGLU. An empty one is
+/// taken at its word.
+constexpr std::array kLlamaLike = {"llama", "mistral", "qwen2", ""};
+
+ModelConfig reference_7b() {
+  return {.name = "reference-7b",
+          .hidden_size = 4096,
+          .intermediate_size = 11008,
+          .num_layers = 32,
+          .heads_q = 32,
+          .heads_kv = 32,
+          .head_dim = 128,
+          .vocab_size = 32000,
+          .dtype = DType::bf16};
+}
+
+/// Reads keys of one object; the first failure stays in `status`.
+class Reader {
+ public:
+  explicit Reader(const json& object) : object_(object) {}
+
+  std::int64_t count(const char* key, std::optional<std::int64_t> fallback, std::int64_t low,
+                     std::int64_t high) {
+    const auto found = object_.find(key);
+    if (found == object_.end() || found->is_null()) {
+      if (!fallback) {
+        fail(Status::invalid_argument(key, "nothing", fmt::format("{} to {}", low, high)));
+      }
+      return fallback.value_or(low);
+    }
+    if (!found->is_number_integer() ||
+        (found->is_number_unsigned() && found->get<std::uint64_t>() > (std::uint64_t{1} << 62))) {
+      fail(Status::invalid_argument(key, shown(*found), "a whole number"));
+      return low;
+    }
+    const auto value = found->get<std::int64_t>();
+    if (Status s = model::check_range(key, value, low, high); !s) {
+      fail(std::move(s));
+      return low;
+    }
+    return value;
+  }
+  bool flag(const char* key, bool fallback) {
+    const auto found = object_.find(key);
+    if (found == object_.end() || found->is_null()) {
+      return fallback;
+    }
+    if (!found->is_boolean()) {
+      fail(Status::invalid_argument(key, shown(*found), "true, false"));
+      return fallback;
+    }
+    return found->get<bool>();
+  }
+  std::string text(const char* key) {
+    const auto found = object_.find(key);
+    if (found == object_.end() || found->is_null()) {
+      return {};
+    }
+    if (!found->is_string()) {
+      fail(Status::invalid_argument(key, shown(*found), "text"));
+      return {};
+    }
+    return found->get<std::string>();
+  }
+  void fail(Status status) {
+    if (status_) {
+      status_ = std::move(status);
+    }
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  static std::string shown(const json& value) {
+    std::string text = value.is_structured()
+                           ? value.type_name()
+                           : value.dump(-1, ' ', false, json::error_handler_t::replace);
+    return text.size() > 40 ? text.substr(0, 37) + "..." : text;
+  }
+  const json& object_;
+  Status status_;
+};
+
+DType published_dtype(Reader& read) {
+  std::string text = read.text("torch_dtype");
+  if (text.empty()) {
+    text = read.text("dtype");
+  }
+  if (text.empty() || text == "bfloat16") {
+    return DType::bf16;
+  }
+  if (text == "float16") {
+    return DType::f16;
+  }
+  if (text == "float32") {
+    return DType::f32;
+  }
+  read.fail(Status::invalid_argument("torch_dtype", text, "bfloat16, float16, float32"));
+  return DType::bf16;
+}
+
+}  // namespace
+
+std::vector<std::string> model_names() { return {reference_7b().name}; }
+
+Result<ModelConfig> find_model(std::string_view name) {
+  if (name == "reference-7b") {
+    return reference_7b();
+  }
+  return Status::invalid_argument("model", std::string(name),
+                                  "reference-7b or the path of a config.json");
+}
+
+Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
+  if (text.size() > kMaxConfigBytes) {
+    return Status::io_error(std::string(name), fmt::format("{} bytes", text.size()),
+                            fmt::format("a config.json of at most {} bytes", kMaxConfigBytes));
+  }
+  const json document = json::parse(text, nullptr, false);
+  if (document.is_discarded() || !document.is_object()) {
+    return Status::io_error(std::string(name), "text that is not a JSON object",
+                            "a Hugging Face config.json");
+  }
+  Reader read(document);
+  const std::string type = read.text("model_type");
+  bool known = false;
+  for (const char* each : kLlamaLike) {
+    known = known || type == each;
+  }
+  if (!known) {
+    return Status::unsupported("model_type", type, "llama, mistral, qwen2");
+  }
+  ModelConfig m;
+  m.name = std::string(name);
+  m.hidden_size = read.count("hidden_size", {}, 1, model::kMaxLength);
+  m.intermediate_size = read.count("intermediate_size", {}, 1, model::kMaxLength);
+  m.num_layers = read.count("num_hidden_layers", {}, 1, model::kMaxLayers);
+  m.heads_q = read.count("num_attention_heads", {}, 1, model::kMaxHeads);
+  m.heads_kv = read.count("num_key_value_heads", m.heads_q, 1, model::kMaxHeads);
+  if (!document.contains("head_dim") && m.hidden_size % m.heads_q != 0) {
+    read.fail(Status::invalid_argument(
+        "head_dim",
+        fmt::format("nothing, with hidden_size {} and {} heads", m.hidden_size, m.heads_q),
+        "a hidden_size that the heads divide, or head_dim"));
+  }
+  m.head_dim = read.count("head_dim", m.hidden_size / m.heads_q, 1, model::kMaxHeadDim);
+  m.vocab_size = read.count("vocab_size", {}, 1, model::kMaxLength);
+  m.tie_word_embeddings = read.flag("tie_word_embeddings", false);
+  m.attention_bias = read.flag("attention_bias", false);
+  m.qkv_bias = type == "qwen2";  // q, k, v carry a bias there, o does not
+  m.mlp_bias = read.flag("mlp_bias", false);
+  m.dtype = published_dtype(read);
+  // Qwen2 publishes a window and turns it on by a flag; others mean it when it is there.
+  if (type != "qwen2" || read.flag("use_sliding_window", false)) {
+    m.sliding_window = read.count("sliding_window", 0, 1, model::kMaxLength);
+  }
+  const std::string activation = read.text("hidden_act");
+  if (!activation.empty() && activation != "silu" && activation != "swish") {
+    read.fail(Status::unsupported("hidden_act", activation, "silu"));
+  }
+  if (!read.status()) {
+    return read.status();
+  }
+  if (Status s = model::check_model(m); !s) {
+    return s;
+  }
+  return m;
+}
+
+Result<ModelConfig> load_model(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return Status::io_error(path, "a file that cannot be opened", "a readable config.json");
+  }
+  std::string text(kMaxConfigBytes + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (file.bad()) {
+    return Status::io_error(path, "a file that cannot be read", "a readable config.json");
+  }
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return parse_model(text, path);
+}
+
+/// Per layer: q, k, v, o projections, gate, up, down, two norms; beside them the embedding table,
+/// the last norm and, unless tied, the head.
+Result<ParameterCount> count_parameters(const ModelConfig& m, const Convention& convention) {
+  if (Status s = model::first_error(model::check_model(m), convention.validate()); !s) {
+    return s;
+  }
+  const auto h = static_cast<double>(m.hidden_size), f = static_cast<double>(m.intermediate_size);
+  const auto q = static_cast<double>(m.heads_q) * static_cast<double>(m.head_dim);
+  const auto kv = static_cast<double>(m.heads_kv) * static_cast<double>(m.head_dim);
+  const auto vocab = static_cast<double>(m.vocab_size), layers = static_cast<double>(m.num_layers);
+  ParameterCount c;
+  const auto add = [&](const char* name, double count, double elements, bool matmul) {
+    if (elements > 0) {
+      c.tensors.push_back({name, count, elements, matmul});
+    }
+  };
+  const bool qkv_bias = m.attention_bias || m.qkv_bias;
+  add("embed_tokens.weight", 1, vocab * h, false);
+  add("layers.*.input_layernorm.weight", layers, h, false);
+  add("layers.*.self_attn.q_proj.weight", layers, h * q, true);
+  add("layers.*.self_attn.k_proj.weight", layers, h * kv, true);
+  add("layers.*.self_attn.v_proj.weight", layers, h * kv, true);
+  add("layers.*.self_attn.o_proj.weight", layers, q * h, true);
+  add("layers.*.self_attn.q_proj.bias", layers, qkv_bias ? q : 0, false);
+  add("layers.*.self_attn.k_proj.bias", layers, qkv_bias ? kv : 0, false);
+  add("layers.*.self_attn.v_proj.bias", layers, qkv_bias ? kv : 0, false);
+  add("layers.*.self_attn.o_proj.bias", layers, m.attention_bias ? h : 0, false);
+  add("layers.*.post_attention_layernorm.weight", layers, h, false);
+  add("layers.*.mlp.gate_proj.weight", layers, h * f, true);
+  add("layers.*.mlp.up_proj.weight", layers, h * f, true);
+  add("layers.*.mlp.down_proj.weight", layers, f * h, true);
+  add("layers.*.mlp.gate_proj.bias", layers, m.mlp_bias ? f : 0, false);
+  add("layers.*.mlp.up_proj.bias", layers, m.mlp_bias ? f : 0, false);
+  add("layers.*.mlp.down_proj.bias", layers, m.mlp_bias ? h : 0, false);
+  add("norm.weight", 1, h, false);
+  add("lm_head.weight", 1, m.tie_word_embeddings ? 0 : vocab * h, true);
+
+  for (const ParameterTensor& t : c.tensors) {
+    c.total += t.count * t.elements;
+    if (t.name.starts_with("layers.")) {
+      c.layer += t.elements;
+      c.layer_matmul += t.matmul ? t.elements : 0;
+    }
+  }
+  c.embedding = vocab * h;
+  c.head = m.tie_word_embeddings ? 0 : vocab * h;
+  c.matmul = layers * c.layer_matmul + vocab * h;
+  if (convention.n_params) {
+    c.total = *convention.n_params;
+  }
+  return c;
+}
+
+}  // namespace rafter

@@ -1,0 +1,22 @@
+// What predictions of kernels and of whole models share.
+#pragma once
+
+#include <string>
+
+#include "rafter/roofline.h"
+
+namespace rafter::model {
+
+std::string verdict_words(VerdictWords words, Wall wall, bool near_ridge, bool ambiguous);
+
+/// Whether an intensity lies within a factor dead_band of the ridge; never with a band of 1.
+bool within_band(double intensity, double ridge, double dead_band);
+
+/// Seconds of launching, NaN where the device has no figure; the reason when not counted or NaN.
+struct Dispatch {
+  double seconds = 0;
+  std::string reason;
+};
+Dispatch dispatch_cost(double launches, const DeviceSpec& device, const Convention& convention);
+
+}  // namespace rafter::model
