@@ -201,8 +201,8 @@ struct Cost {
   double unfused_bytes = 0;  // the same attention by the unfused pipeline
   double untiled_bytes = 0;  // every operand of every multiply-add fetched from memory
 
-  /// FLOP/B; 0 for work without bytes.
-  double intensity() const { return bytes > 0 ? flops / bytes : 0; }
+  /// FLOP/B: +∞ for work without bytes, 0 without work.
+  double intensity() const { return flops > 0 ? flops / bytes : 0; }
 };
 
 /// Attention (attention.h's problem), per pipeline and pass.
