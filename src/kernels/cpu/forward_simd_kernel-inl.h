@@ -238,6 +238,7 @@ void panel_tile(const PanelTile& tile, const tiles::SimdLayout& layout, const fl
 }
 
 /// The keys of one tile in K or V: where the row of each lies.
+template <DType kType>
 struct TileRows {
   const ForwardCall& call;
   const TensorView& view;
@@ -245,22 +246,50 @@ struct TileRows {
   std::int64_t head_kv = 0;
   std::int64_t begin = 0;  // first key of the tile
   std::int64_t keys = 0;
+  bool paged = false;
+  const Element<kType>* first = nullptr;  // row 0 of a tile that is not paged
 
-  template <DType kType>
-  const Element<kType>* row(std::int64_t key) const {
+  TileRows(const ForwardCall& from, const TensorView& tensor, const cpu::Sequence& of,
+           std::int64_t head, std::int64_t begin_key, std::int64_t key_count)
+      : call(from), view(tensor), sequence(of), head_kv(head), begin(begin_key), keys(key_count) {
+    paged = call.problem.attention.layout == Layout::paged;
+    if (!paged && keys > 0) {
+      first = paged_row(0);
+    }
+  }
+  const Element<kType>* paged_row(std::int64_t key) const {
     return cpu::key_row<Element<kType>>(call.problem.attention, call.in, view, sequence,
                                         begin + key, head_kv);
   }
+  const Element<kType>* row(std::int64_t key) const {
+    return paged ? paged_row(key) : first + key * view.stride_seqlen;
+  }
 };
+
+/// Brings part `part` of `parts` of the rows on their way to the L2; they are read once, when
+/// packed.
+template <DType kType>
+void prefetch_rows(const TileRows<kType>& tile, std::int64_t columns, std::int64_t part,
+                   std::int64_t parts) {
+  constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(Element<kType>));
+  constexpr int kRead = 0, kKeepInL2 = 2;
+  for (std::int64_t key = tile.keys * part / parts; key < tile.keys * (part + 1) / parts; ++key) {
+    const auto* const row = tile.row(key);
+    for (std::int64_t c = 0; c < columns; c += kLine) {
+      __builtin_prefetch(row + c, kRead, kKeepInL2);
+    }
+  }
+}
 
 /// The tile's rows of K as f32, then copies of the last one up to a multiple of kSimdRowPad: they
 /// fill register blocks and change no maximum.
 template <DType kType>
-void pack_keys(const TileRows& tile, const tiles::SimdLayout& layout, float* HWY_RESTRICT out) {
+void pack_keys(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
+               float* HWY_RESTRICT out) {
   const D d;
   const std::int64_t padded = tiles::round_up(tile.keys, tiles::kSimdRowPad);
   for (std::int64_t key = 0; key < padded; ++key) {
-    const auto* const row = tile.row<kType>(std::min(key, tile.keys - 1));
+    const auto* const row = tile.row(std::min(key, tile.keys - 1));
     float* const to = out + key * layout.k_stride;
     for (std::int64_t c = 0; c < layout.head_dim; c += kLanes) {
       hn::Store(load_some_f32<kType>(row + c, layout.head_dim - c), d, to + c);
@@ -271,11 +300,12 @@ void pack_keys(const TileRows& tile, const tiles::SimdLayout& layout, float* HWY
 /// The tile's rows of V as blocks of kRows columns, key after key, zeros past head_dim_v. True when
 /// all are finite.
 template <DType kType>
-bool pack_values(const TileRows& tile, const tiles::SimdLayout& layout, float* HWY_RESTRICT out) {
+bool pack_values(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
+                 float* HWY_RESTRICT out) {
   const D d;
   V zeros = hn::Zero(d);  // stays 0 while all is finite: inf · 0 and NaN · 0 are NaN
   for (std::int64_t key = 0; key < tile.keys; ++key) {
-    const auto* const row = tile.row<kType>(key);
+    const auto* const row = tile.row(key);
     float* const to = out + key * kRows;
     for (std::int64_t c = 0; c < layout.columns; c += kLanes) {
       const V value = load_some_f32<kType>(row + c, layout.head_dim_v - c);
@@ -316,7 +346,11 @@ void pack_queries(const TensorView& q, const Lanes& lanes, std::int64_t first_la
   const D d;
   const D4 d4;
   const V factor = hn::Set(d, scale);
-  for (std::int64_t lane = 0; lane < width; lane += 4) {
+  const std::int64_t used = std::min(width, tiles::round_up(lanes.count - first_lane, 4));
+  if (used < width) {
+    std::fill_n(out, layout.depth * width, 0.0f);
+  }
+  for (std::int64_t lane = 0; lane < used; lane += 4) {
     for (std::int64_t i = 0; i < 4; ++i) {
       const std::int64_t at = first_lane + lane + i;
       const auto* const row =
@@ -402,7 +436,7 @@ void write_panel(const ForwardOutputs& out, const Lanes& lanes, std::int64_t fir
                                   out.lse.stride_heads)] =
             l == 0 ? kMinusInfinity
                    : static_cast<float>(static_cast<double>(maximum[lane + i]) * kLn2 +
-                                        std::log(static_cast<double>(l)));
+                                        static_cast<double>(std::log(l)));
       }
     }
   }
@@ -461,6 +495,16 @@ void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64
     lane_first[lane] = range.first;
     lane_last[lane] = range.last;
   }
+  const tiles::Range hull = window.hull(task.first, task.last);
+  constexpr std::int64_t kTile = kBlocking.tile_kv;
+  const auto prefetch_tile = [&](std::int64_t begin, std::int64_t part, std::int64_t parts) {
+    const std::int64_t keys = std::clamp<std::int64_t>(hull.last - begin, 0, kTile);
+    prefetch_rows(TileRows<kType>(call, call.in.k, sequence, head_kv, begin, keys), layout.head_dim,
+                  part, parts);
+    prefetch_rows(TileRows<kType>(call, call.in.v, sequence, head_kv, begin, keys),
+                  layout.head_dim_v, part, parts);
+  };
+  prefetch_tile(hull.first / kTile * kTile, 0, 1);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     const std::int64_t width = vectors_of(panel) * kLanes;
     pack_queries<kType>(call.in.q, lanes, panel * kWidth, width, layout, scale, rows,
@@ -470,15 +514,14 @@ void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64
     std::fill_n(panel_sum(panel), kWidth, 0.0f);
   }
 
-  const tiles::Range hull = window.hull(task.first, task.last);
-  constexpr std::int64_t kTile = kBlocking.tile_kv;
   alignas(64) std::int32_t visible[2 * kWidth];
   for (std::int64_t begin = hull.first / kTile * kTile; begin < hull.last; begin += kTile) {
     const std::int64_t keys = std::min(kTile, hull.last - begin);
-    pack_keys<kType>({call, call.in.k, sequence, head_kv, begin, keys}, layout, k_tile);
-    const bool finite =
-        pack_values<kType>({call, call.in.v, sequence, head_kv, begin, keys}, layout, v_tile);
+    pack_keys(TileRows<kType>(call, call.in.k, sequence, head_kv, begin, keys), layout, k_tile);
+    const bool finite = pack_values(
+        TileRows<kType>(call, call.in.v, sequence, head_kv, begin, keys), layout, v_tile);
     for (std::int64_t panel = 0; panel < panels; ++panel) {
+      prefetch_tile(begin + kTile, panel, panels);
       const std::int64_t vectors = vectors_of(panel);
       const std::int64_t width = vectors * kLanes;
       std::int64_t first = keys, last = 0, common_first = 0, common_last = keys;
