@@ -1,6 +1,9 @@
 // explain attention, decode, crossover, recompute, tiling.
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "cli/explain.h"
 
 namespace rafter::cli {

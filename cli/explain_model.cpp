@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "cli/explain.h"
 
@@ -10,7 +11,9 @@ namespace {
 
 struct ModelFlags {
   std::string model = "reference-7b";
-  std::optional<std::int64_t> heads_kv;
+  // in place of the model's own
+  std::optional<std::int64_t> num_layers, heads_q, heads_kv, head_dim, hidden_size,
+      intermediate_size, vocab_size;
   std::optional<DType> weight_dtype, kv_dtype;
   Pipeline pipeline = Pipeline::fused;
 };
@@ -18,8 +21,16 @@ struct ModelFlags {
 void add_model_flags(CLI::App& command, ModelFlags& flags) {
   add_text(command, "--model", flags.model,
            "a built-in model, or the config.json of a Llama-like one", "NAME|FILE");
-  add_length(command, "--heads-kv,--kv-heads", flags.heads_kv,
-             "key and value heads in place of the model's");
+  for (const auto& [name, target, what] :
+       {std::tuple{"--num-layers,--layers", &flags.num_layers, "layers"},
+        std::tuple{"--heads-q,--heads", &flags.heads_q, "query heads"},
+        std::tuple{"--heads-kv,--kv-heads", &flags.heads_kv, "key and value heads"},
+        std::tuple{"--head-dim", &flags.head_dim, "elements of a head"},
+        std::tuple{"--hidden-size,--d-model", &flags.hidden_size, "elements of a token"},
+        std::tuple{"--intermediate-size,--d-ff", &flags.intermediate_size, "width of the MLP"},
+        std::tuple{"--vocab-size", &flags.vocab_size, "rows of the embedding table"}}) {
+    add_length(command, name, *target, std::string(what) + ", in place of the model's");
+  }
   add_dtype(command, "--weight-dtype", flags.weight_dtype, "of the weights (default: the model's)");
   add_dtype(command, "--kv-dtype", flags.kv_dtype, "of the KV cache (default: the model's)");
   add_pipeline(command, flags.pipeline, "of the attention: unfused half-fused fused split-kv");
@@ -38,12 +49,18 @@ ModelConfig model_of(const ModelFlags& flags) {
         one_line(status.given()), status.allowed()));
   }
   ModelConfig model = *found;
-  if (flags.heads_kv) {
-    if (model.heads_q % *flags.heads_kv != 0) {
-      fail_flag("--heads-kv", std::to_string(*flags.heads_kv),
-                fmt::format("a divisor of the model's {} query heads", model.heads_q));
-    }
-    model.heads_kv = *flags.heads_kv;
+  // A model of other heads has as many KV heads as query heads, unless told.
+  const std::int64_t heads_kv = flags.heads_q ? *flags.heads_q : model.heads_kv;
+  model.num_layers = flags.num_layers.value_or(model.num_layers);
+  model.heads_q = flags.heads_q.value_or(model.heads_q);
+  model.heads_kv = flags.heads_kv.value_or(heads_kv);
+  model.head_dim = flags.head_dim.value_or(model.head_dim);
+  model.hidden_size = flags.hidden_size.value_or(model.hidden_size);
+  model.intermediate_size = flags.intermediate_size.value_or(model.intermediate_size);
+  model.vocab_size = flags.vocab_size.value_or(model.vocab_size);
+  if (model.heads_q % model.heads_kv != 0) {
+    fail_flag("--heads-kv", std::to_string(model.heads_kv),
+              fmt::format("a divisor of the model's {} query heads", model.heads_q));
   }
   return model;
 }

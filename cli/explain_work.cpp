@@ -1,6 +1,7 @@
 // explain gemm, elementwise, ridge, online-softmax, merge.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
