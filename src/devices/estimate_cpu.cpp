@@ -179,7 +179,7 @@ DeviceSpec estimate_this_cpu() {
   const auto l2 = static_cast<double>(sysconf(_SC_LEVEL2_CACHE_SIZE));
   add("l1_bytes", static_cast<double>(sysconf(_SC_LEVEL1_DCACHE_SIZE)), "B", "sysconf");
   add("fast_memory_bytes", l2, "B", "sysconf: level-2 cache of one core");
-  add("l2_bytes", l2 * cores, "B", "sysconf: level-2 cache of one core, times cores");
+  add("l2_bytes", l2, "B", "sysconf: level-2 cache of one core");
   add("launch_s", 5e-6, "s", "one OpenMP parallel region, assumed");
   add("clock_hz", hz, "Hz",
       listed > 0 ? "the larger of CPUID leaf 0x16 and /proc/cpuinfo" : "no clock is listed here");

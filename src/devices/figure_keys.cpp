@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "rafter/device.h"
 
 namespace rafter {
@@ -7,28 +9,37 @@ const std::vector<FigureKey>& figure_keys() {
     std::vector<FigureKey> list;
     for (const char* dtype :
          {"f64", "tf32", "f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"}) {
-      const std::string peak = std::string("peak_") + dtype;
-      list.push_back({peak + "_flop_per_s", "FLOP/s", "dense matmul peak"});
-      list.push_back({peak + "_burst_flop_per_s", "FLOP/s", "library GEMM, under 0.1 s of load"});
-      list.push_back({peak + "_sustained_flop_per_s", "FLOP/s", "library GEMM under lasting load"});
-      list.push_back({peak + "_core_flop_per_s", "FLOP/s", "matmul peak of one SM or core"});
+      const std::string rate = std::string(dtype) + "_flop_per_s";
+      list.push_back({"peak_" + rate, "FLOP/s", "dense matmul peak"});
+      list.push_back(
+          {"burst_" + rate, "FLOP/s", "library GEMM, first fraction of a second of load"});
+      list.push_back({"sustained_" + rate, "FLOP/s", "library GEMM under lasting load"});
     }
     list.push_back({"peak_vector_f32_flop_per_s", "FLOP/s", "f32 without matrix units"});
     list.push_back({"exp_per_s", "op/s", "exponentials, whole device"});
     list.push_back({"bandwidth_bytes_per_s", "B/s", "main memory"});
-    for (const char* way : {"read", "write", "copy", "l1", "l2", "l3"}) {
-      list.push_back({std::string("bandwidth_") + way + "_bytes_per_s", "B/s",
-                      way[0] == 'l' ? "cache level, whole device" : "main memory, this way only"});
+    for (const char* way : {"read", "write", "copy"}) {
+      list.push_back(
+          {fmt::format("bandwidth_{}_bytes_per_s", way), "B/s", "main memory, this way"});
+    }
+    for (const char* level : {"l1", "l2", "l3"}) {
+      list.push_back(
+          {fmt::format("bandwidth_{}_bytes_per_s", level), "B/s", "cache, whole device"});
+      for (const char* way : {"read", "write", "copy"}) {
+        list.push_back({fmt::format("bandwidth_{}_{}_bytes_per_s", level, way), "B/s",
+                        "cache, whole device, this way"});
+      }
+      list.push_back({fmt::format("{}_bytes", level), "B",
+                      "size of the cache: of one core (CPU) or the whole device (GPU)"});
     }
     list.push_back({"capacity_bytes", "B", "main memory"});
     list.push_back({"usable_bytes", "B", "main memory left for a workload"});
     list.push_back({"fast_memory_bytes", "B", "shared memory or private cache of one SM or core"});
-    list.push_back({"l1_bytes", "B", "first-level data cache of one core"});
-    list.push_back({"l2_bytes", "B", "second-level cache, whole device"});
-    list.push_back({"l3_bytes", "B", "third-level cache, whole device"});
     list.push_back({"sm_count", "1", "SMs, compute units or cores"});
     list.push_back({"launch_s", "s", "one kernel launch, or one parallel region of a CPU"});
     list.push_back({"launch_sync_s", "s", "one launch and the wait for it"});
+    list.push_back({"launch_fork_s", "s", "one parallel region, until the last thread has begun"});
+    list.push_back({"launch_cold_s", "s", "one parallel region after the threads have slept"});
     list.push_back({"graph_launch_s", "s", "one launch inside a captured graph"});
     list.push_back({"graph_submit_s", "s", "one submission of a captured graph"});
     list.push_back({"clock_hz", "Hz", "the clock that the peaks assume"});

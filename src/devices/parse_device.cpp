@@ -18,7 +18,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
-constexpr int kMaxDepth = 3;  // document, figures, one figure
+constexpr int kMaxDepth = 8;  // a document needs 3: itself, figures, one figure
 constexpr std::size_t kMaxText = 2000;
 
 Status wrong(std::string key, std::string given, std::string allowed) {
