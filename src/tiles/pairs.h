@@ -26,6 +26,9 @@ constexpr double clamped_ramp_sum(double x, double keys) {
 /// over rows of a clamped ramp has a closed form. Lengths may be real (crossovers).
 constexpr double pairs(double rows, double keys, double left, double right, double offset) {
   const auto rows_sum = [&](double shift) {  // Σ over i in [0, rows) of clamp(i + shift, 0, keys)
+    if (shift >= keys) {  // every row at the upper clamp, however wide the window
+      return rows * keys;
+    }
     return clamped_ramp_sum(shift + rows, keys) - clamped_ramp_sum(shift, keys);
   };
   const double up_to_last = right < 0 ? rows * keys : rows_sum(offset + right + 1);
