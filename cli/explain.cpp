@@ -59,17 +59,19 @@ std::string percent(double share) {
 
 std::string wall_sentence(const std::string& subject, const Prediction& p) {
   const std::string opening = fmt::format("{} on {} is {}.", subject, p.device, p.verdict());
-  const std::string intensity = fmt::format("{} FLOP/B", plain_number(p.intensity_flop_per_byte));
+  const std::string intensity = plain_number(p.intensity_flop_per_byte);
   const std::string ridge = fmt::format("{} FLOP/B", plain_number(p.ridge_flop_per_byte));
   switch (p.wall) {
     case Wall::compute:
       return fmt::format(
-          "{} It does {} of arithmetic for each byte it moves; the ridge is {}, so the arithmetic "
+          "{} It does {} FLOP of arithmetic for each byte it moves; the ridge is {}, so the "
+          "arithmetic "
           "units are the wall and memory keeps up.",
           opening, intensity, ridge);
     case Wall::bandwidth:
       return fmt::format(
-          "{} It does only {} of arithmetic for each byte it moves; the ridge is {}, so memory is "
+          "{} It does only {} FLOP of arithmetic for each byte it moves; the ridge is {}, so "
+          "memory is "
           "the wall: at most {} of the peak can be reached.",
           opening, intensity, ridge, percent(p.peak_fraction));
     case Wall::dispatch:

@@ -27,6 +27,8 @@ constexpr std::array kUnits = {
     UnitRow{"_hz", "Hz"},
     UnitRow{"flops", "FLOP"},
     UnitRow{"bytes", "B"},
+    UnitRow{"bytes_at_max", "B"},
+    UnitRow{"bytes_per_token", "B"},
     UnitRow{"_s", "s"},
 };
 
@@ -64,9 +66,10 @@ std::string table_text(const std::string& key, const Json& value) {
     return table_number(key, value.get<double>());
   }
   if (value.is_array()) {
+    const bool nested = !value.empty() && value.front().is_array();
     std::string text;
     for (const Json& element : value) {
-      text += (text.empty() ? "" : ", ") + table_text(key, element);
+      text += (text.empty() ? "" : nested ? " / " : ", ") + table_text(key, element);
     }
     return text;
   }
@@ -268,8 +271,24 @@ std::string Document::aligned(const Json& rows) const {
   return out;
 }
 
+std::size_t Document::label_width() const {
+  std::size_t width = 24;
+  for (const auto& [key, value] : json_.items()) {
+    if (is_hidden(key) || is_row_array(value)) {
+      continue;
+    }
+    if (!value.is_object()) {
+      width = std::max(width, width_of(label_of(key)));
+      continue;
+    }
+    for (const auto& [name, child] : value.items()) {
+      width = std::max(width, width_of(label_of(name)));
+    }
+  }
+  return width;
+}
+
 void Document::append_value(std::string& out, const std::string& key, const Json& value) const {
-  constexpr std::size_t kLabelWidth = 30;
   if (is_row_array(value)) {
     out += fmt::format("\n{}\n{}", label_of(key), aligned(value));
   } else if (value.is_object()) {
@@ -279,11 +298,11 @@ void Document::append_value(std::string& out, const std::string& key, const Json
       const std::string unit_key = !unit_of(name).empty()                     ? name
                                    : key == "bytes_by_term" || key == "terms" ? name + "_bytes"
                                                                               : name;
-      out += fmt::format("  {}  {}\n", padded(label_of(name), kLabelWidth, false),
+      out += fmt::format("  {}  {}\n", padded(label_of(name), label_width(), false),
                          table_text(unit_key, child));
     }
   } else {
-    out += fmt::format("  {}  {}\n", padded(label_of(key), kLabelWidth, false),
+    out += fmt::format("  {}  {}\n", padded(label_of(key), label_width(), false),
                        table_text(key, value));
   }
 }

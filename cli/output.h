@@ -48,6 +48,7 @@ class Document {
   std::string csv() const;
   bool is_hidden(const std::string& key) const;
   std::string label_of(const std::string& key) const;
+  std::size_t label_width() const;  // of the widest label, so that values stand in one column
   void append_value(std::string& out, const std::string& key, const Json& value) const;
   std::string aligned(const Json& rows) const;
 
