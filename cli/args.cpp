@@ -324,6 +324,18 @@ Mask mask_of(const MaskFlags& flags) {
   return Mask::window(side[0], flags.causal ? 0 : side[1], align);
 }
 
+void fail_about(const std::string& flag, const std::string& given, bool is_file,
+                const Status& status) {
+  std::string subject = flag;
+  if (is_file) {
+    subject += " " + one_line(given);
+    if (!status.parameter().empty() && status.parameter() != given) {
+      subject += ": " + status.parameter();  // the key in the file
+    }
+  }
+  fail(Status(status.code(), subject, one_line(status.given()), status.allowed()));
+}
+
 CLI::Option* add_device(CLI::App& command, std::string& target) {
   return add_text(command, "--device", target,
                   "device whose ceilings count (rafter devices lists them), or a file of `rafter "
@@ -341,13 +353,7 @@ DeviceSpec device_of(const std::string& name_or_file, const std::string& flag) {
       name_or_file.find('/') != std::string::npos || name_or_file.ends_with(".json");
   Result<DeviceSpec> device = is_file ? load_device(name_or_file) : find_device(name_or_file);
   if (!device.is_ok()) {
-    const Status& status = device.status();
-    const std::string subject =
-        status.parameter().empty() || status.parameter() == "device" ||
-                status.parameter() == "path" || status.parameter() == name_or_file
-            ? flag
-            : flag + " " + one_line(name_or_file) + ": " + status.parameter();
-    fail(Status(status.code(), subject, one_line(status.given()), status.allowed()));
+    fail_about(flag, name_or_file, is_file, device.status());
   }
   return std::move(device).value();
 }

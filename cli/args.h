@@ -97,6 +97,10 @@ Mask mask_of(const MaskFlags& flags);
 CLI::Option* add_device(CLI::App& command, std::string& target);
 DeviceSpec device_of(const std::string& name_or_file, const std::string& flag = "--device");
 
+/// Ends the command with what is wrong with the name or file that a flag was given.
+[[noreturn]] void fail_about(const std::string& flag, const std::string& given, bool is_file,
+                             const Status& status);
+
 /// The base of all the above: parse refuses with a Status whose `given` and `allowed` are printed
 /// behind the flag's name.
 CLI::Option* add_parsed(CLI::App& command, const std::string& name, const std::string& what,

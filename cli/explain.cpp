@@ -153,12 +153,11 @@ Convention convention_of(const ExplainFlags& flags, const DeviceSpec& device) {
 }
 
 void add_attention_flags(CLI::App& command, AttentionFlags& flags, Lengths lengths) {
-  const LengthRange any_length = {0, std::int64_t{1} << 40};
   if (lengths == Lengths::given) {
     add_length(command, "--seqlen,--seq-len", flags.seqlen,
-               "queries and keys of each sequence (default 4096)", any_length);
-    add_length(command, "--seqlen-q", flags.seqlen_q, "queries of each sequence", any_length);
-    add_length(command, "--seqlen-kv", flags.seqlen_kv, "keys of each sequence", any_length);
+               "queries and keys of each sequence (default 4096)");
+    add_length(command, "--seqlen-q", flags.seqlen_q, "queries of each sequence");
+    add_length(command, "--seqlen-kv", flags.seqlen_kv, "keys of each sequence");
   }
   add_length(command, "--batch", flags.batch, "sequences");
   add_length(command, "--heads-q,--heads", flags.heads_q, "query heads (default 1)");

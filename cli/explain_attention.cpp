@@ -286,8 +286,7 @@ void add_explain_decode(CLI::App& explain, Context& context) {
                  "keys split over SMs, a paged cache"}}));
   DecodeProblem& problem = options->problem;
   const LengthRange from_zero = {0, std::int64_t{1} << 40};
-  add_length(*command, "--seqlen-kv,--seqlen,--seq-len", problem.seqlen_kv, "keys in the cache",
-             from_zero);
+  add_length(*command, "--seqlen-kv,--seqlen,--seq-len", problem.seqlen_kv, "keys in the cache");
   add_length(*command, "--seqlen-q", problem.seqlen_q, "new tokens of each sequence");
   add_length(*command, "--batch", problem.batch, "sequences");
   add_length(*command, "--heads-q,--heads", options->heads_q, "query heads (default 1)");

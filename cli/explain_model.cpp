@@ -40,13 +40,7 @@ ModelConfig model_of(const ModelFlags& flags) {
   const bool is_file = flags.model.find('/') != std::string::npos || flags.model.ends_with(".json");
   const Result<ModelConfig> found = is_file ? load_model(flags.model) : find_model(flags.model);
   if (!found.is_ok()) {
-    const Status& status = found.status();
-    const bool about_model = status.parameter() == "model" || status.parameter() == "name" ||
-                             status.parameter() == flags.model;
-    fail(Status(
-        status.code(),
-        about_model ? "--model" : "--model " + one_line(flags.model) + ": " + status.parameter(),
-        one_line(status.given()), status.allowed()));
+    fail_about("--model", flags.model, is_file, found.status());
   }
   ModelConfig model = *found;
   // A model of other heads has as many KV heads as query heads, unless told.
