@@ -34,13 +34,17 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   const double softcap = p.softcap;
 
   const std::int64_t q_row = cpu::offset_of(in.q, s.q_batch, s.q_row + r.row, r.head_q);
+  std::array<double, 256> q;  // head_dim is at most 256
+  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+    q[static_cast<std::size_t>(d)] = base::load_element(in.q, q_row + d * in.q.stride_head_dim);
+  }
   double maximum = -std::numeric_limits<double>::infinity();
   bool has_nan = false;
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
     const std::int64_t k_row = cpu::key_offset(p, in, in.k, s, j, head_kv);
     double score = 0;
     for (std::int64_t d = 0; d < p.head_dim; ++d) {
-      score += base::load_element(in.q, q_row + d * in.q.stride_head_dim) *
+      score += q[static_cast<std::size_t>(d)] *
                base::load_element(in.k, k_row + d * in.k.stride_head_dim);
     }
     score *= scale;
@@ -60,15 +64,20 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
     score = std::exp(score - maximum);
     sum += score;
   }
+  std::array<double, 256> total = {};  // head_dim_v is at most 256
+  for (std::int64_t j = keys.first; j < keys.last; ++j) {
+    const std::int64_t v_row = cpu::key_offset(p, in, in.v, s, j, head_kv);
+    const double weight = scores[j - keys.first];
+    for (std::int64_t d = 0; d < p.head_dim_v; ++d) {
+      total[static_cast<std::size_t>(d)] +=
+          weight * base::load_element(in.v, v_row + d * in.v.stride_head_dim);
+    }
+  }
   const TensorView& o = call.out.o;
   const std::int64_t o_row = cpu::offset_of(o, s.q_batch, s.q_row + r.row, r.head_q);
   for (std::int64_t d = 0; d < p.head_dim_v; ++d) {
-    double total = 0;
-    for (std::int64_t j = keys.first; j < keys.last; ++j) {
-      const std::int64_t v_row = cpu::key_offset(p, in, in.v, s, j, head_kv);
-      total += scores[j - keys.first] * base::load_element(in.v, v_row + d * in.v.stride_head_dim);
-    }
-    base::store_element(o, o_row + d * o.stride_head_dim, keys.size() > 0 ? total / sum : 0.0);
+    const double value = keys.size() > 0 ? total[static_cast<std::size_t>(d)] / sum : 0.0;
+    base::store_element(o, o_row + d * o.stride_head_dim, value);
   }
   if (call.out.lse.data != nullptr) {
     *cpu::lse_of(call.out.lse, s.q_batch, r.head_q, s.q_row + r.row) = static_cast<float>(

@@ -73,10 +73,6 @@ dnnl::matmul::primitive_desc describe(DType operand, const BlockProducts::Shape&
   dnnl::primitive_attr attributes;
   if (transposed) {
     attributes.set_output_scales(0, {alpha});
-  } else {
-    dnnl::post_ops sum;
-    sum.append_sum(1.0f);
-    attributes.set_post_ops(sum);
   }
   return {dnnl::matmul::desc(a, b, c), attributes, cpu_engine()};
 }
@@ -191,13 +187,13 @@ Status BlockProducts::times_transposed(const Shape& s, float alpha, const void* 
   return status == dnnl_success ? Status::ok() : dnnl_failure("sgemm", status);
 }
 
-Status BlockProducts::accumulate(const Shape& s, const void* a, const void* b, float* c) {
+Status BlockProducts::times(const Shape& s, const void* a, const void* b, float* c) {
   if (primitives_ != nullptr) {
     return primitives_->run(s, false, 1.0f, a, b, c);
   }
   const dnnl_status_t status =
       dnnl_sgemm('N', 'N', s.m, s.n, s.k, 1.0f, static_cast<const float*>(a), s.lda,
-                 static_cast<const float*>(b), s.ldb, 1.0f, c, s.ldc);
+                 static_cast<const float*>(b), s.ldb, 0.0f, c, s.ldc);
   return status == dnnl_success ? Status::ok() : dnnl_failure("sgemm", status);
 }
 
@@ -209,7 +205,8 @@ DType operand_of(DType dtype) { return onednn_multiplies(dtype) ? dtype : DType:
 std::int64_t size_of(DType dtype) { return bits_of(dtype) / 8; }
 
 struct ThreadSizes {
-  std::int64_t q, chunk, operand, o, row, sum, maximum;
+  std::int64_t q, chunk, operand, o, product, row, sum, maximum;
+  std::int64_t total() const { return q + chunk + operand + o + product + row + sum + maximum; }
 };
 ThreadSizes thread_sizes(const AttentionProblem& p, std::int64_t row_block) {
   const std::int64_t element = size_of(operand_of(p.dtype));
@@ -217,6 +214,7 @@ ThreadSizes thread_sizes(const AttentionProblem& p, std::int64_t row_block) {
   return {round_up(row_block * p.head_dim * element, kAlign),
           row_block * kKeyChunk * kFloat,
           row_block * kKeyChunk * element,
+          round_up(row_block * p.head_dim_v * kFloat, kAlign),
           round_up(row_block * p.head_dim_v * kFloat, kAlign),
           round_up(p.seqlen_kv * kFloat, kAlign),
           round_up(row_block * static_cast<std::int64_t>(sizeof(double)), kAlign),
@@ -263,8 +261,7 @@ std::optional<MaterialisedSizes> materialised_sizes(const KernelProblem& problem
   const auto scores =
       checked_product({rows.q, p.heads_q, round_up(p.seqlen_kv, kAlign), size_of(p.dtype)});
   const auto flags = chunks ? checked_product({*chunks, p.heads_kv}) : std::nullopt;
-  const ThreadSizes t = thread_sizes(p, row_block);
-  const std::int64_t thread = t.q + t.chunk + t.operand + t.o + t.row + t.sum + t.maximum;
+  const std::int64_t thread = thread_sizes(p, row_block).total();
   const auto threads = checked_product({problem.threads, thread});
   constexpr std::int64_t kLimit = std::int64_t{1} << 60;
   for (const auto& part : {k, v, flags, scores, threads}) {
@@ -321,6 +318,7 @@ ThreadScratch MaterialisedCall::scratch_of(int thread) const {
   scratch.chunk = reinterpret_cast<float*>(take(t.chunk));
   scratch.operand = take(t.operand);
   scratch.o = reinterpret_cast<float*>(take(t.o));
+  scratch.product = reinterpret_cast<float*>(take(t.product));
   scratch.row = reinterpret_cast<float*>(take(t.row));
   scratch.sum = reinterpret_cast<double*>(take(t.sum));
   scratch.maximum = reinterpret_cast<float*>(take(t.maximum));
@@ -379,27 +377,31 @@ bool MaterialisedCall::pack_row(const TensorView& view, std::int64_t offset, std
 }
 
 void MaterialisedCall::pack_chunk(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
-                                  std::int64_t first) const {
-  const std::int64_t last = std::min(first + kKeyChunk, s.seqlen_kv);
+                                  tiles::Range keys) const {
   bool finite = true;
-  for (std::int64_t j = first; j < last; ++j) {
+  for (std::int64_t j = keys.first; j < keys.last; ++j) {
     pack_row(call_.in.k, key_offset(problem_, call_.in, call_.in.k, s, j, head_kv),
              problem_.head_dim, packed(k_, s, batch, head_kv, j, problem_.head_dim));
     finite = pack_row(call_.in.v, key_offset(problem_, call_.in, call_.in.v, s, j, head_kv),
                       problem_.head_dim_v, packed(v_, s, batch, head_kv, j, problem_.head_dim_v)) &&
              finite;
   }
-  *finite_flag(s, batch, head_kv, first) = finite ? 1 : 0;
+  *finite_flag(s, batch, head_kv, keys.first) = finite ? 1 : 0;
 }
 
 Status MaterialisedCall::pack_keys_and_values() {
 #pragma omp parallel num_threads(call_.problem.threads)
   for (std::int64_t b = 0; b < problem_.batch; ++b) {
     const Sequence s = sequence_of(problem_, call_.in, b);
+    const tiles::Range seen = mask_window(problem_.mask, s).hull(0, s.seqlen_q);
     const std::int64_t chunks = base::div_up(s.seqlen_kv, kKeyChunk);
 #pragma omp for schedule(dynamic, 1) nowait
     for (std::int64_t i = 0; i < problem_.heads_kv * chunks; ++i) {
-      pack_chunk(s, b, i / chunks, i % chunks * kKeyChunk);
+      const std::int64_t first = i % chunks * kKeyChunk;
+      const tiles::Range keys = intersect({first, first + kKeyChunk}, seen);
+      if (keys.size() > 0) {
+        pack_chunk(s, b, i / chunks, keys);
+      }
     }
   }
   return Status::ok();
@@ -465,8 +467,10 @@ Status MaterialisedCall::add_values(const RowBlock& block, tiles::Range keys, co
   const std::int64_t dim = problem_.head_dim_v;
   std::byte* const values = packed(v_, s, block.batch, block.head_kv, keys.first, dim);
   if (*finite_flag(s, block.batch, block.head_kv, keys.first) != 0) {
-    return products.accumulate({block.rows, dim, keys.size(), stride, dim, dim}, p, values,
-                               scratch.o);
+    const Status status = products.times({block.rows, dim, keys.size(), stride, dim, dim}, p,
+                                         values, scratch.product);
+    ops_.add(scratch.o, scratch.product, block.rows * dim);
+    return status;
   }
   // 0 · NaN is NaN: a product would carry such a value to rows that do not see its key.
   for (std::int64_t r = 0; r < block.rows; ++r) {

@@ -47,8 +47,8 @@ class BlockProducts {
   };
   /// C[m, n] = alpha · A[m, k] · B[n, k]ᵀ; A, B and C of the operand dtype.
   Status times_transposed(const Shape& shape, float alpha, const void* a, const void* b, void* c);
-  /// C[m, n] += A[m, k] · B[k, n]; C in f32.
-  Status accumulate(const Shape& shape, const void* a, const void* b, float* c);
+  /// C[m, n] = A[m, k] · B[k, n]; C in f32.
+  Status times(const Shape& shape, const void* a, const void* b, float* c);
 
  private:
   struct Primitives;  // of operand dtypes other than f32
@@ -88,6 +88,7 @@ struct ThreadScratch {
   float* chunk = nullptr;    // [row_block, kKeyChunk]
   void* operand = nullptr;   // [row_block, kKeyChunk] of the operand dtype, for its products
   float* o = nullptr;        // [row_block, head_dim_v]
+  float* product = nullptr;  // [row_block, head_dim_v]: of one chunk of keys
   float* row = nullptr;      // [seqlen_kv]
   double* sum = nullptr;     // [row_block]
   float* maximum = nullptr;  // [row_block]
@@ -98,7 +99,8 @@ class MaterialisedCall {
  public:
   MaterialisedCall(const ForwardCall& call, std::int64_t row_block);
 
-  /// Packs K and V to [heads_kv, seqlen_kv, head_dim] of each sequence, in the operand dtype.
+  /// Packs K and V to [heads_kv, seqlen_kv, head_dim] of each sequence, in the operand dtype: those
+  /// keys that some row sees.
   Status pack_keys_and_values();
   /// scores = softmax_scale · QKᵀ over the hull of every row block, in the problem's dtype.
   Status compute_scores();
@@ -112,7 +114,8 @@ class MaterialisedCall {
 
   /// scratch.o += P V over the keys of a chunk, P [rows, keys] of the operand dtype with rows
   /// `stride` apart and zeros where a row does not see a key. Values that are not finite reach only
-  /// rows that see them.
+  /// rows that see them. A chunk is summed apart and then added, so that thousands of chunks do not
+  /// lose the small against the large.
   Status add_values(const RowBlock& block, tiles::Range keys, const void* p, std::int64_t stride,
                     ThreadScratch& scratch, BlockProducts& products) const;
   /// o = scratch.o · factor of a row.
@@ -133,7 +136,7 @@ class MaterialisedCall {
                             std::int64_t key) const;
   bool pack_row(const TensorView& view, std::int64_t offset, std::int64_t dim, void* target) const;
   void pack_chunk(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
-                  std::int64_t first) const;
+                  tiles::Range keys) const;
   Status score_block(const RowBlock& block, ThreadScratch& scratch, BlockProducts& products) const;
   ThreadScratch scratch_of(int thread) const;
   RowBlock block_of(std::int64_t batch, const Sequence& sequence, std::int64_t index) const;

@@ -178,6 +178,14 @@ HWY_ATTR double exponentials(float* row, float maximum, std::int64_t count) {
   return total;
 }
 
+HWY_ATTR void add(float* row, const float* other, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    const V x = math::load_some_f32<DType::f32>(row + i, count - i);
+    const V y = math::load_some_f32<DType::f32>(other + i, count - i);
+    store_some(hn::Add(x, y), count - i, row + i);
+  }
+}
+
 HWY_ATTR void scale(float* row, float factor, std::int64_t count) {
   const D d;
   const V times = hn::Set(d, factor);
@@ -214,7 +222,8 @@ HWY_ATTR ScoreStatistics load_scores(const void* source, DType dtype, float soft
 }  // namespace
 
 const RowOps& table() {
-  static constexpr RowOps kTable = {load, load_strided, store, load_scores, exponentials, scale};
+  static constexpr RowOps kTable = {load,         load_strided, store, load_scores,
+                                    exponentials, add,          scale};
   return kTable;
 }
 

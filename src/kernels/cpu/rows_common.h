@@ -28,6 +28,8 @@ struct RowOps {
                                  float* target);
   /// row = exp(row − maximum); returns the sum.
   double (*exponentials)(float* row, float maximum, std::int64_t count);
+  /// row += other.
+  void (*add)(float* row, const float* other, std::int64_t count);
   /// row *= factor.
   void (*scale)(float* row, float factor, std::int64_t count);
 };
