@@ -164,7 +164,8 @@ TEST_P(ForwardCases, MatchesFloat64) {
   const Output in_f32 = run_case(c, p.values, {.kernel = kernel});
   EXPECT_TRUE(close_to(in_f32, p.expected, c));
   const Output in_dtype = run_case(
-      c, p.values, {.kernel = kernel, .index_dtype = DType::i64, .problem_dtype_out = true});
+      c, p.values,
+      {.kernel = kernel, .threads = 2, .index_dtype = DType::i64, .problem_dtype_out = true});
   EXPECT_TRUE(close_to(in_dtype, p.expected, c));
 }
 

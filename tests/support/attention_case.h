@@ -53,7 +53,7 @@ struct Output {
 
 struct RunOptions {
   std::string kernel;
-  int threads = 2;
+  int threads = 1;
   Fill fill = Fill::nan;  // of everything outside the valid region, workspace included
   DType index_dtype = DType::i32;
   bool problem_dtype_out = false;  // o in the problem's dtype; else f32
@@ -69,6 +69,7 @@ Status try_case(const Case& c, const Values& values, const RunOptions& options, 
 struct Expected {
   std::vector<double> o, lse;
   double naive_error_o = 0, naive_error_lse = 0;
+  double largest_logit = 0;
 };
 Expected expect_values(const Case& c, const Values& values);
 

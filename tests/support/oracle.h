@@ -80,12 +80,29 @@ inline double oracle_row(const OracleHead& head, const OracleOptions& options, s
   return top + std::log(denominator);
 }
 
+/// The largest |logit| that a row sees, before softcap; infinities and NaN apart.
+inline double oracle_largest_logit(const OracleHead& head, const OracleOptions& options,
+                                   std::int64_t row) {
+  double largest = 0;
+  for (std::int64_t j = 0; j < head.keys; ++j) {
+    double dot = 0;
+    for (std::int64_t d = 0; d < head.dim; ++d) {
+      dot += head.q[row * head.dim + d] * head.k[j * head.dim + d];
+    }
+    const double logit = std::fabs(dot * options.scale);
+    if (std::isfinite(logit) && oracle_sees(options, row, j, head.rows, head.keys)) {
+      largest = std::fmax(largest, logit);
+    }
+  }
+  return options.softcap != 0 ? std::fmin(largest, options.softcap) : largest;
+}
+
 /// The naive three-step computation in the same dtype with f32 softmax, whose error the accuracy
-/// contract is a multiple of: scores rounded, probabilities rounded, sums in f32. `round` rounds a
-/// float to the dtype.
+/// contract is a multiple of: scores rounded, probabilities rounded, sums in f32, in ascending or
+/// descending order. `round` rounds a float to the dtype.
 template <typename Round>
 double naive_row(const OracleHead& head, const OracleOptions& options, std::int64_t row,
-                 Round round, double* o) {
+                 bool backwards, Round round, double* o) {
   std::vector<float> scores(static_cast<std::size_t>(head.keys));
   std::vector<char> visible(static_cast<std::size_t>(head.keys));
   float top = -std::numeric_limits<float>::infinity();
@@ -97,7 +114,8 @@ double naive_row(const OracleHead& head, const OracleOptions& options, std::int6
       continue;
     }
     float dot = 0;
-    for (std::int64_t d = 0; d < head.dim; ++d) {
+    for (std::int64_t n = 0; n < head.dim; ++n) {
+      const std::int64_t d = backwards ? head.dim - 1 - n : n;
       dot += static_cast<float>(head.q[row * head.dim + d]) *
              static_cast<float>(head.k[j * head.dim + d]);
     }
@@ -116,7 +134,8 @@ double naive_row(const OracleHead& head, const OracleOptions& options, std::int6
     sum += scores[j];
   }
   std::vector<float> total(static_cast<std::size_t>(head.dim_v), 0.0f);
-  for (std::size_t j = 0; any && j < scores.size(); ++j) {
+  for (std::size_t n = 0; any && n < scores.size(); ++n) {
+    const std::size_t j = backwards ? scores.size() - 1 - n : n;
     if (visible[j] != 0) {
       const float p = round(scores[j] / sum);
       for (std::size_t d = 0; d < total.size(); ++d) {
