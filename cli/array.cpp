@@ -6,11 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <new>
 
 #include "cli/failure.h"
@@ -73,7 +70,7 @@ float widen(const std::byte* at, DType dtype) {
   }
   std::uint16_t bits = 0;
   std::memcpy(&bits, at, sizeof bits);
-  return dtype == DType::f16 ? f32_from_f16(bits) : f32_from_bf16(bits);
+  return dtype == DType::f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
 }
 
 void narrow(float value, std::byte* at, DType dtype) {
@@ -81,7 +78,7 @@ void narrow(float value, std::byte* at, DType dtype) {
     std::memcpy(at, &value, sizeof value);
     return;
   }
-  const std::uint16_t bits = dtype == DType::f16 ? f16_from_f32(value) : bf16_from_f32(value);
+  const std::uint16_t bits = dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
   std::memcpy(at, &bits, sizeof bits);
 }
 
@@ -189,50 +186,6 @@ Status MemorySource::read(std::int64_t offset, std::span<std::byte> into) const 
     std::memcpy(into.data(), bytes_.data() + offset, into.size());
   }
   return Status::ok();
-}
-
-std::uint16_t bf16_from_f32(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if (std::isnan(value)) {
-    return static_cast<std::uint16_t>((bits >> 16U) | 0x40U);  // quiet: rounding could make it ∞
-  }
-  return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16U) & 1U)) >> 16U);
-}
-
-float f32_from_bf16(std::uint16_t bits) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U);
-}
-
-std::uint16_t f16_from_f32(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint16_t>((bits >> 16U) & 0x8000U);
-  if (std::isnan(value)) {
-    return static_cast<std::uint16_t>(sign | 0x7E00U | ((bits >> 13U) & 0x1FFU));
-  }
-  const float magnitude = std::fabs(value);
-  if (magnitude >= 65520.0F) {  // halfway between the largest f16 and 2^16: to even, which is ∞
-    return static_cast<std::uint16_t>(sign | 0x7C00U);
-  }
-  if (magnitude < 0x1p-14F) {  // subnormal or 0: a multiple of 2^-24; lrint rounds to even
-    return static_cast<std::uint16_t>(sign |
-                                      static_cast<std::uint16_t>(std::lrint(magnitude * 0x1p24F)));
-  }
-  const std::uint32_t rebased = (bits & 0x7FFFFFFFU) - (112U << 23U);  // exponent bias 127 to 15
-  return static_cast<std::uint16_t>(sign | ((rebased + 0xFFFU + ((rebased >> 13U) & 1U)) >> 13U));
-}
-
-float f32_from_f16(std::uint16_t bits) {
-  const std::uint32_t sign = (bits & 0x8000U) << 16U;
-  const std::uint32_t exponent = (bits >> 10U) & 0x1FU;
-  const std::uint32_t fraction = bits & 0x3FFU;
-  if (exponent == 0x1FU) {
-    return std::bit_cast<float>(sign | 0x7F800000U | (fraction << 13U));
-  }
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(fraction) * 0x1p-24F;
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  return std::bit_cast<float>(sign | ((exponent + 112U) << 23U) | (fraction << 13U));
 }
 
 }  // namespace rafter::cli

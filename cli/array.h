@@ -83,10 +83,4 @@ class MemorySource final : public ByteSource {
   std::span<const std::byte> bytes_;
 };
 
-// ---- 16-bit floats, to nearest even; NaN stays NaN ----
-std::uint16_t bf16_from_f32(float value);
-float f32_from_bf16(std::uint16_t bits);
-std::uint16_t f16_from_f32(float value);
-float f32_from_f16(std::uint16_t bits);
-
 }  // namespace rafter::cli

@@ -261,18 +261,18 @@ TEST(HalfFloats, EveryValueOfBothFormatsWidensExactlyAndComesBack) {
     const double f16 = value_of(bits, 5, 10);
     const double bf16 = value_of(bits, 8, 7);
     if (std::isnan(f16)) {
-      EXPECT_TRUE(std::isnan(f32_from_f16(bits)));
-      EXPECT_TRUE(std::isnan(f32_from_f16(f16_from_f32(f32_from_f16(bits)))));
+      EXPECT_TRUE(std::isnan(f16_to_f32(bits)));
+      EXPECT_TRUE(std::isnan(f16_to_f32(f32_to_f16(f16_to_f32(bits)))));
     } else {
-      ASSERT_EQ(static_cast<double>(f32_from_f16(bits)), f16) << i;
-      ASSERT_EQ(f16_from_f32(f32_from_f16(bits)), bits) << i;
+      ASSERT_EQ(static_cast<double>(f16_to_f32(bits)), f16) << i;
+      ASSERT_EQ(f32_to_f16(f16_to_f32(bits)), bits) << i;
     }
     if (std::isnan(bf16)) {
-      EXPECT_TRUE(std::isnan(f32_from_bf16(bits)));
-      EXPECT_TRUE(std::isnan(f32_from_bf16(bf16_from_f32(f32_from_bf16(bits)))));
+      EXPECT_TRUE(std::isnan(bf16_to_f32(bits)));
+      EXPECT_TRUE(std::isnan(bf16_to_f32(f32_to_bf16(bf16_to_f32(bits)))));
     } else {
-      ASSERT_EQ(static_cast<double>(f32_from_bf16(bits)), bf16) << i;
-      ASSERT_EQ(bf16_from_f32(f32_from_bf16(bits)), bits) << i;
+      ASSERT_EQ(static_cast<double>(bf16_to_f32(bits)), bf16) << i;
+      ASSERT_EQ(f32_to_bf16(bf16_to_f32(bits)), bits) << i;
     }
   }
 }
@@ -280,27 +280,27 @@ TEST(HalfFloats, EveryValueOfBothFormatsWidensExactlyAndComesBack) {
 TEST(HalfFloats, RoundingIsToNearestEven) {
   for (std::uint32_t i = 0; i < 0x7BFF; ++i) {  // neighbours below the largest finite f16
     const auto low = static_cast<std::uint16_t>(i);
-    const float a = f32_from_f16(low);
-    const float b = f32_from_f16(static_cast<std::uint16_t>(i + 1));
+    const float a = f16_to_f32(low);
+    const float b = f16_to_f32(static_cast<std::uint16_t>(i + 1));
     const float middle = (a + b) / 2;
     const auto even = static_cast<std::uint16_t>(i % 2 == 0 ? i : i + 1);
-    ASSERT_EQ(f16_from_f32(middle), even) << i;
-    ASSERT_EQ(f16_from_f32(std::nextafter(middle, a)), low) << i;
-    ASSERT_EQ(f16_from_f32(std::nextafter(middle, b)), i + 1) << i;
+    ASSERT_EQ(f32_to_f16(middle), even) << i;
+    ASSERT_EQ(f32_to_f16(std::nextafter(middle, a)), low) << i;
+    ASSERT_EQ(f32_to_f16(std::nextafter(middle, b)), i + 1) << i;
   }
   for (std::uint32_t i = 0; i < 0x7F7F; ++i) {
     const auto low = static_cast<std::uint16_t>(i);
-    const double a = f32_from_bf16(low);
-    const double b = f32_from_bf16(static_cast<std::uint16_t>(i + 1));
+    const double a = bf16_to_f32(low);
+    const double b = bf16_to_f32(static_cast<std::uint16_t>(i + 1));
     const auto middle = static_cast<float>((a + b) / 2);
-    ASSERT_EQ(bf16_from_f32(middle), i % 2 == 0 ? i : i + 1) << i;
-    ASSERT_EQ(bf16_from_f32(std::nextafter(middle, 0.0F)), low) << i;
-    ASSERT_EQ(bf16_from_f32(std::nextafter(middle, 3.4e38F)), i + 1) << i;
+    ASSERT_EQ(f32_to_bf16(middle), i % 2 == 0 ? i : i + 1) << i;
+    ASSERT_EQ(f32_to_bf16(std::nextafter(middle, 0.0F)), low) << i;
+    ASSERT_EQ(f32_to_bf16(std::nextafter(middle, 3.4e38F)), i + 1) << i;
   }
-  EXPECT_EQ(f16_from_f32(65519), 0x7BFF);
-  EXPECT_EQ(f16_from_f32(65520), 0x7C00);
-  EXPECT_EQ(f16_from_f32(-1e30F), 0xFC00);
-  EXPECT_EQ(bf16_from_f32(std::numeric_limits<float>::max()), 0x7F80);
+  EXPECT_EQ(f32_to_f16(65519), 0x7BFF);
+  EXPECT_EQ(f32_to_f16(65520), 0x7C00);
+  EXPECT_EQ(f32_to_f16(-1e30F), 0xFC00);
+  EXPECT_EQ(f32_to_bf16(std::numeric_limits<float>::max()), 0x7F80);
 }
 
 }  // namespace

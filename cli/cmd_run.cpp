@@ -1,0 +1,417 @@
+// rafter run: attention on the user's own arrays, results to .npy files.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "cli/args.h"
+#include "cli/files.h"
+#include "cli/kernel_flag.h"
+#include "cli/npy.h"
+#include "cli/output.h"
+#include "cli/qkv.h"
+#include "rafter/attention.h"
+#include "rafter/kernels.h"
+#include "rafter/measure.h"
+
+namespace rafter::cli {
+namespace {
+
+struct RunFlags {
+  QkvFlags qkv;
+  std::string out, lse;
+  std::optional<DType> dtype;
+  std::string device = "cpu";
+  std::optional<Pipeline> pipeline;
+  std::string kernel;
+  std::optional<std::int64_t> threads, splits;
+  MaskFlags mask;
+  std::optional<double> softmax_scale;
+  double softcap = 0;
+  std::string cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+  std::string backward[4];  // --dout, --dq, --dk, --dv
+};
+constexpr const char* kBackwardFlags[] = {"--dout", "--dq", "--dk", "--dv"};
+
+/// Index files of the layout; those not given stay empty.
+struct Indices {
+  std::optional<Array> cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+};
+
+IndexView view_of_indices(const std::optional<Array>& array) {
+  if (!array) {
+    return {};
+  }
+  return {.data = array->data.get(),
+          .dtype = array->dtype,
+          .size = array->elements(),
+          .cols = array->shape.size() == 2 ? array->shape[1] : 0};
+}
+
+std::optional<Array> read_indices(const std::string& path, const std::string& flag,
+                                  std::size_t rank, const char* shape) {
+  if (path.empty()) {
+    return std::nullopt;
+  }
+  Array array = value_or_fail(read_npy(path, Expect::indices, flag));
+  if (array.shape.size() != rank) {
+    fail(Status::invalid_argument(flag + " " + one_line(path), "shape " + shape_text(array.shape),
+                                  shape));
+  }
+  return array;
+}
+
+Indices read_all_indices(const RunFlags& flags) {
+  if (flags.cu_seqlens_q.empty() != flags.cu_seqlens_kv.empty()) {
+    fail_flag(flags.cu_seqlens_q.empty() ? "--cu-seqlens-q" : "--cu-seqlens-kv", "nothing",
+              "--cu-seqlens-q and --cu-seqlens-kv together");
+  }
+  if (!flags.cu_seqlens_q.empty() && !flags.page_table.empty()) {
+    fail_flag("--page-table", "together with --cu-seqlens-q", "one of the two layouts");
+  }
+  Indices indices;
+  indices.cu_seqlens_q = read_indices(flags.cu_seqlens_q, "--cu-seqlens-q", 1, "[batch + 1]");
+  indices.cu_seqlens_kv = read_indices(flags.cu_seqlens_kv, "--cu-seqlens-kv", 1, "[batch + 1]");
+  indices.seqused_kv = read_indices(flags.seqused_kv, "--seqused-kv", 1, "[batch]");
+  indices.page_table =
+      read_indices(flags.page_table, "--page-table", 2, "[batch, pages per sequence]");
+  if (indices.cu_seqlens_q && indices.cu_seqlens_q->elements() == 0) {
+    fail(Status::invalid_argument("--cu-seqlens-q " + one_line(flags.cu_seqlens_q), "no entry",
+                                  "[batch + 1] entries, the first of them 0,"));
+  }
+  return indices;
+}
+
+/// The longest sequence, at most `total`: entries that are out of order or range are left for the
+/// library to name.
+std::int64_t longest(const IndexView& cu_seqlens, std::int64_t total) {
+  std::int64_t most = 0;
+  for (std::int64_t b = 0; b + 1 < cu_seqlens.size; ++b) {
+    std::int64_t length = 0;
+    if (!__builtin_sub_overflow(cu_seqlens[b + 1], cu_seqlens[b], &length)) {
+      most = std::max(most, length);
+    }
+  }
+  return std::min(most, total);
+}
+
+AttentionProblem packed_problem(const Qkv& qkv, const Indices& indices) {
+  AttentionProblem problem;
+  problem.layout = Layout::packed;
+  problem.batch = indices.cu_seqlens_q->elements() - 1;
+  problem.total_q = qkv.q.shape[0];
+  problem.total_kv = qkv.k.shape[0];
+  problem.seqlen_q = longest(view_of_indices(indices.cu_seqlens_q), problem.total_q);
+  problem.seqlen_kv = longest(view_of_indices(indices.cu_seqlens_kv), problem.total_kv);
+  problem.heads_q = qkv.q.shape[1];
+  problem.heads_kv = qkv.k.shape[1];
+  problem.head_dim = qkv.q.shape[2];
+  problem.head_dim_v = qkv.v.shape[2];
+  problem.dtype = qkv.q.dtype;
+  return problem;
+}
+
+AttentionProblem paged_problem(const Qkv& qkv, const Array& table, const std::string& path) {
+  AttentionProblem problem = dense_problem(qkv);
+  problem.layout = Layout::paged;
+  problem.num_pages = qkv.k.shape[0];
+  problem.page_size = qkv.k.shape[1];
+  if (table.shape[0] != problem.batch) {
+    fail(Status::invalid_argument("--page-table " + one_line(path),
+                                  "shape " + shape_text(table.shape),
+                                  fmt::format("[batch = {}, pages per sequence]", problem.batch)));
+  }
+  if (__builtin_mul_overflow(table.shape[1], problem.page_size, &problem.seqlen_kv)) {
+    fail(Status::invalid_argument("--page-table " + one_line(path),
+                                  "shape " + shape_text(table.shape),
+                                  "fewer than 2^63 keys per sequence"));
+  }
+  return problem;
+}
+
+AttentionProblem problem_of(const RunFlags& flags, const Qkv& qkv, const Indices& indices) {
+  AttentionProblem problem = indices.cu_seqlens_q ? packed_problem(qkv, indices)
+                             : indices.page_table
+                                 ? paged_problem(qkv, *indices.page_table, flags.page_table)
+                                 : dense_problem(qkv);
+  problem.mask = mask_of(flags.mask);
+  if (flags.softmax_scale) {
+    problem.softmax_scale = static_cast<float>(*flags.softmax_scale);
+  }
+  problem.softcap = static_cast<float>(flags.softcap);
+  problem.seqused_kv = indices.seqused_kv.has_value();
+  return problem;
+}
+
+/// --device cuda: 77 where the hardware is missing, 2 where only this command is.
+void refuse_cuda() {
+  std::string reason = "this build has no CUDA kernel";
+  for (const KernelInfo& kernel : list_kernels()) {
+    if (kernel.device == Device::Kind::cuda) {
+      if (kernel.machine_has) {
+        fail_flag("--device", "cuda", "cpu (run does not drive the GPU yet)");
+      }
+      reason = kernel.machine_reason;
+    }
+  }
+  fail(Exit::no_hardware, "--device cuda", reason);
+}
+
+/// Refusals that need no file.
+void check_flags(const RunFlags& flags) {
+  for (std::size_t i = 0; i < std::size(flags.backward); ++i) {
+    if (!flags.backward[i].empty()) {
+      fail(Status::unsupported(kBackwardFlags[i], "the backward pass",
+                               "this build runs the forward pass only"));
+    }
+  }
+  if (flags.device == "cuda") {
+    refuse_cuda();
+  }
+  if (!flags.out.empty() && flags.out == flags.lse) {
+    fail_flag("--lse", flags.lse, "another file than that of --out");
+  }
+  for (const auto& [flag, path] :
+       {std::pair("--out", &flags.out), std::pair("--lse", &flags.lse)}) {
+    if (path->ends_with(".safetensors")) {
+      fail_flag(flag, *path, "a .npy file");
+    }
+  }
+}
+
+/// An output array and the file it goes to.
+struct Output {
+  Array array;
+  std::optional<OutputFile> file;
+};
+
+/// The temporary file is made before the work, so that a folder that cannot be written is refused
+/// at once.
+Output make_output(std::vector<std::int64_t> shape, const std::string& path,
+                   const std::string& flag) {
+  Output output{value_or_fail(allocate_array(DType::f32, std::move(shape), flag)), {}};
+  if (!path.empty()) {
+    Result<OutputFile> file = OutputFile::create(path);
+    if (!file.is_ok()) {
+      const Status& status = file.status();
+      fail(Status(status.code(), flag + " " + one_line(path), status.given(), status.allowed()));
+    }
+    output.file = std::move(file).value();
+  }
+  return output;
+}
+
+/// Writes the array behind its header; the file appears under its name in commit() only.
+void write_output(Output& output, const std::string& label) {
+  if (!output.file) {
+    return;
+  }
+  const std::string header = npy_header(output.array.shape);
+  for (const std::span<const std::byte> bytes :
+       {std::as_bytes(std::span(header)), std::span<const std::byte>(output.array.span())}) {
+    const Status status = output.file->write(bytes.data(), bytes.size());
+    if (!status) {
+      fail(Status(status.code(), label, status.given(), status.allowed()));
+    }
+  }
+}
+
+void commit_output(Output& output, const std::string& label) {
+  if (output.file) {
+    const Status status = output.file->commit();
+    if (!status) {
+      fail(Status(status.code(), label, status.given(), status.allowed()));
+    }
+  }
+}
+
+/// The plan on this machine's measured ceilings where `rafter probe` has been run, else on the
+/// library's estimate of them.
+Plan make_plan(const RunFlags& flags, const AttentionProblem& problem) {
+  std::optional<DeviceSpec> measured;
+  const std::string probe = probe_path(Device::Kind::cpu);
+  if (access(probe.c_str(), R_OK) == 0) {
+    measured = device_of(probe, probe);
+  }
+  return value_or_fail(plan(problem, Device::cpu(),
+                            {.pipeline = flags.pipeline,
+                             .kernel = flags.kernel,
+                             .threads = static_cast<int>(flags.threads.value_or(0)),
+                             .splits = flags.splits.value_or(0),
+                             .device_spec = measured ? &*measured : nullptr}));
+}
+
+/// Median over a fraction of a second; the first call has already given the result.
+Timing time_runs(const Work& work) {
+  return value_or_fail(time_calls(work, {.min_samples = 3, .min_time_s = 0.1, .max_time_s = 1}));
+}
+
+std::int64_t nan_elements(const Array& array) {
+  const float* values = reinterpret_cast<const float*>(array.data.get());
+  return std::count_if(values, values + array.elements(), [](float x) { return std::isnan(x); });
+}
+
+Json echo(const AttentionProblem& problem, const char* layout) {
+  Json json = Json::object();
+  json["layout"] = layout;
+  json["batch"] = problem.batch;
+  json["heads_q"] = problem.heads_q;
+  json["heads_kv"] = problem.heads_kv;
+  json["seqlen_q"] = problem.seqlen_q;
+  json["seqlen_kv"] = problem.seqlen_kv;
+  json["head_dim"] = problem.head_dim;
+  json["head_dim_v"] = problem.head_dim_v;
+  json["dtype"] = to_string(problem.dtype);
+  json["window_left"] = problem.mask.window_left;
+  json["window_right"] = problem.mask.window_right;
+  json["mask_align"] = problem.mask.align == MaskAlign::top_left ? "top-left" : "bottom-right";
+  json["softmax_scale"] = number(static_cast<double>(*problem.softmax_scale));
+  json["softcap"] = number(static_cast<double>(problem.softcap));
+  return json;
+}
+
+const char* layout_name(Layout layout) {
+  switch (layout) {
+    case Layout::packed:
+      return "packed";
+    case Layout::paged:
+      return "paged";
+    default:
+      return "dense";
+  }
+}
+
+void report(const RunFlags& flags, const Plan& plan, const Timing& timing, const Array& o,
+            const Context& context) {
+  const Prediction& predicted = plan.prediction();
+  Document document;
+  document.set("kernel", plan.kernel())
+      .set("pipeline", to_string(plan.pipeline()))
+      .set("threads", Json(plan.threads()))
+      .set("problem", echo(plan.problem(), layout_name(plan.problem().layout)))
+      .set("wall", to_string(predicted.wall))
+      .set("near_ridge", Json(predicted.near_ridge))
+      .set("predicted_time_s", predicted.time_s)
+      .set("measured_time_s", timing.seconds.median)
+      .set("measured_time_low_s", timing.seconds.p10)
+      .set("measured_time_high_s", timing.seconds.p90)
+      .set("runs", Json(timing.seconds.n * timing.calls_per_sample))
+      .set("flops", plan.cost().flops)
+      .set("bytes", plan.cost().bytes)
+      .set("measured_flop_per_s", plan.cost().flops / timing.seconds.median)
+      .set("workspace_bytes", Json(plan.workspace_bytes()))
+      .set("device", predicted.device)
+      .set("convention", predicted.convention)
+      .set("nan_elements", Json(nan_elements(o)));
+  for (const auto& [key, path] : {std::pair("out", &flags.out), std::pair("lse", &flags.lse)}) {
+    document.set(key, path->empty() ? Json(nullptr) : Json(*path));
+  }
+  document.label("nan_elements", "NaN in the output").label("out", "o written to");
+  document.label("lse", "lse written to");
+  document.print(context);
+}
+
+void run(const RunFlags& flags, const Context& context) {
+  check_flags(flags);
+  require_kernel(flags.kernel);
+  const Indices indices = read_all_indices(flags);
+  const QkvShape shape = indices.cu_seqlens_q ? QkvShape::packed
+                         : indices.page_table ? QkvShape::paged
+                                              : QkvShape::dense;
+  const Qkv qkv = read_qkv(flags.qkv, flags.dtype, shape);
+  const Plan plan = make_plan(flags, problem_of(flags, qkv, indices));
+
+  std::vector<std::int64_t> o_shape = qkv.q.shape;
+  o_shape.back() = qkv.v.shape.back();
+  std::vector<std::int64_t> lse_shape(qkv.q.shape.begin(), qkv.q.shape.end() - 1);
+  std::swap(lse_shape[lse_shape.size() - 2], lse_shape[lse_shape.size() - 1]);
+  Output o = make_output(std::move(o_shape), flags.out, "--out");
+  Output lse = make_output(std::move(lse_shape), flags.lse, "--lse");
+  const Result<Array> workspace =
+      allocate_array(DType::int8, {plan.workspace_bytes()}, "workspace");
+  if (!workspace) {
+    fail(Exit::check_failed, "workspace of " + plan.kernel(), workspace.status().given());
+  }
+
+  const ForwardInputs in{.q = view_of(qkv.q),
+                         .k = view_of(qkv.k),
+                         .v = view_of(qkv.v),
+                         .cu_seqlens_q = view_of_indices(indices.cu_seqlens_q),
+                         .cu_seqlens_kv = view_of_indices(indices.cu_seqlens_kv),
+                         .seqused_kv = view_of_indices(indices.seqused_kv),
+                         .page_table = view_of_indices(indices.page_table)};
+  const TensorView o_view = view_of(o.array);
+  float* const lse_data =
+      flags.lse.empty() ? nullptr : reinterpret_cast<float*>(lse.array.data.get());
+  const LseView lse_view = LseView::contiguous(lse_data, o_view.batch, o_view.heads, o_view.seqlen);
+  const Workspace lent{workspace->data.get(), plan.workspace_bytes()};
+  const Work work = [&] { return plan.forward(in, {o_view, lse_view}, lent); };
+  check(work());
+  write_output(o, "--out " + one_line(flags.out));
+  write_output(lse, "--lse " + one_line(flags.lse));
+  const Timing timing = time_runs(work);
+  commit_output(o, "--out " + one_line(flags.out));
+  commit_output(lse, "--lse " + one_line(flags.lse));
+  report(flags, plan, timing, o.array, context);
+}
+
+void add_run_flags(CLI::App& command, RunFlags& flags) {
+  add_qkv(command, flags.qkv);
+  add_text(command, "--out", flags.out, "o as float32, in the shape of q with head_dim of v",
+           "FILE.npy");
+  add_text(command, "--lse", flags.lse, "lse as float32 [batch, heads, seqlen]", "FILE.npy");
+  add_dtype(command, "--dtype", flags.dtype,
+            "f32, f16 or bf16: what is computed in; uint16 files are bf16 then (default: the "
+            "files' own)");
+  add_choice(command, "--device", flags.device, {"cpu", "cuda"}, "where to run");
+  add_pipeline(command, flags.pipeline, "unfused, half-fused or fused (default: the cheapest)");
+  add_kernel(command, flags.kernel, "run this kernel (rafter kernels lists them)");
+  add_length(command, "--threads", flags.threads, "threads (default: all cores)", {1, 4096});
+  add_mask(command, flags.mask);
+  constexpr double kMost = std::numeric_limits<float>::max();
+  add_real(command, "--softmax-scale", flags.softmax_scale,
+           "factor of the scores (default: 1 / sqrt(head_dim))", {-kMost, kMost});
+  add_real(command, "--softcap", flags.softcap,
+           "c: scores become c * tanh(score / c); 0 leaves them", {0, kMost});
+  add_text(command, "--cu-seqlens-q", flags.cu_seqlens_q,
+           "offsets [batch + 1] of packed sequences; q, k, v are then [total, heads, head_dim]",
+           "FILE.npy");
+  add_text(command, "--cu-seqlens-kv", flags.cu_seqlens_kv, "the same of the keys", "FILE.npy");
+  add_text(command, "--seqused-kv", flags.seqused_kv, "keys in use [batch] of each sequence",
+           "FILE.npy");
+  add_text(
+      command, "--page-table", flags.page_table,
+      "pages [batch, pages per sequence]; k, v are then [pages, page_size, heads_kv, head_dim]",
+      "FILE.npy");
+  add_length(command, "--splits", flags.splits, "parts that the keys are split into",
+             {1, std::int64_t{1} << 20});
+  for (std::size_t i = 0; i < std::size(flags.backward); ++i) {
+    add_text(command, kBackwardFlags[i], flags.backward[i],
+             i == 0 ? "gradient of o (no kernel of this build runs the backward pass)"
+                    : "gradient to write (likewise)",
+             "FILE.npy");
+  }
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, Context& context) {
+  auto flags = std::make_shared<RunFlags>();
+  CLI::App* command = app.add_subcommand("run", "attention on your own arrays");
+  command->footer(examples({
+      {"rafter run --q q.npy --k k.npy --v v.npy --causal --out o.npy",
+       "arrays [batch, seqlen, heads, head_dim] as NumPy saves them"},
+      {"rafter run --qkv tensors.safetensors --dtype bf16 --out o.npy --lse lse.npy",
+       "tensors q, k, v of one file, computed in bfloat16"},
+      {"rafter run --qkv tensors.safetensors --pipeline unfused --format json",
+       "time one pipeline; nothing is written"},
+  }));
+  add_run_flags(*command, *flags);
+  add_format(*command, context);
+  command->callback([flags, &context] { run(*flags, context); });
+}
+
+}  // namespace rafter::cli
