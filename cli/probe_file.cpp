@@ -2,9 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
+#include <cstdio>
 #include <filesystem>
+#include <map>
 
+#include "cli/args.h"
 #include "cli/files.h"
+#include "cli/progress.h"
 
 namespace rafter::cli {
 
@@ -48,6 +53,74 @@ Json figure_rows(const DeviceSpec& spec, Format format) {
     rows.push_back(std::move(row));
   }
   return rows;
+}
+
+namespace {
+
+std::string note_of(const DeviceSpec& spec, std::string_view key) {
+  const auto note = spec.notes.find(key);
+  return note == spec.notes.end() ? std::string() : note->second;
+}
+
+// Days since the epoch of "2026-11-29T…"; -1 when it is no such date.
+long day_of(const std::string& date) {
+  int year = 0, month = 0, day = 0;
+  if (std::sscanf(date.c_str(), "%4d-%2d-%2dT", &year, &month, &day) != 3) {
+    return -1;
+  }
+  const std::chrono::year_month_day calendar{std::chrono::year(year),
+                                             std::chrono::month(static_cast<unsigned>(month)),
+                                             std::chrono::day(static_cast<unsigned>(day))};
+  return calendar.ok() ? std::chrono::sys_days(calendar).time_since_epoch().count() : -1;
+}
+
+bool is_of_this_machine(const DeviceSpec& spec, int threads) {
+  std::map<std::string, std::string> now;
+  for (auto& [key, value] : describe_this_machine()) {
+    now[key] = value;
+  }
+  const long made = day_of(note_of(spec, "date"));
+  const std::string wanted = threads > 0 ? std::to_string(threads) : now["cores"];
+  return note_of(spec, "cpu") == now["cpu"] && note_of(spec, "threads") == wanted && made >= 0 &&
+         day_of(now["date"]) - made <= 1;
+}
+
+}  // namespace
+
+ThisMachine this_machine(const std::string& device_file, int threads, bool reprobe,
+                         std::string_view verb) {
+  ThisMachine machine;
+  if (!device_file.empty()) {
+    machine.spec = device_of(device_file);
+    if (machine.spec.kind != Device::Kind::cpu) {
+      fail_flag("--device", device_file,
+                "the device file of a CPU (measured beside predicted means this machine)");
+    }
+    machine.source = device_file;
+  } else if (const std::string path = probe_path(Device::Kind::cpu);
+             !reprobe && std::filesystem::exists(path)) {
+    Result<DeviceSpec> kept = load_device(path);
+    if (kept && is_of_this_machine(*kept, threads)) {
+      machine.spec = std::move(kept).value();
+      machine.source = fmt::format("probe file of {}", note_of(machine.spec, "date"));
+    }
+  }
+  if (machine.source.empty()) {
+    Progress progress(verb);
+    ProbeOptions options;
+    options.quick = true;
+    options.threads = threads;
+    options.progress = [&progress](std::string_view step) { progress.step(step); };
+    Probe probe = value_or_fail(probe_cpu(options));
+    machine.spec = std::move(probe.spec);
+    machine.sweep = std::move(probe.sweep);
+    machine.missing = std::move(probe.missing);
+    machine.source = "a quick probe made for this run";
+    machine.fresh = true;
+  }
+  machine.noisy = noisy_figures(machine.spec);
+  machine.distrust = distrust_of(machine.spec);
+  return machine;
 }
 
 }  // namespace rafter::cli

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cli/output.h"
 #include "rafter/measure.h"
@@ -14,5 +16,20 @@ void write_probe(const DeviceSpec& spec, const std::string& path);
 Json figure_rows(const DeviceSpec& spec, Format format);
 /// (high − low) / high of a measured figure; 0 of others.
 double figure_spread(const Figure& figure);
+
+/// This machine as measured figures compare with it.
+struct ThisMachine {
+  DeviceSpec spec;
+  std::string source;  // "probe file PATH of DATE", or "probed just now"
+  bool fresh = false;  // probed just now
+  std::vector<std::string> noisy;
+  std::string distrust;
+  std::vector<MissingFigure> missing;
+  std::vector<SweepPoint> sweep;
+};
+/// The spec of --device FILE; else this machine's probe file, when it was made on this CPU with
+/// as many threads within the last day; else a quick probe, which is not kept.
+ThisMachine this_machine(const std::string& device_file, int threads, bool reprobe,
+                         std::string_view verb);
 
 }  // namespace rafter::cli

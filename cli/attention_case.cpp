@@ -1,0 +1,308 @@
+#include "cli/attention_case.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+namespace rafter::cli {
+namespace {
+
+Result<Array> random_array(DType dtype, std::vector<std::int64_t> shape, unsigned seed) {
+  Result<Array> array = allocate_array(DType::f32, std::move(shape), "random data");
+  if (!array) {
+    return array;
+  }
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  auto* values = reinterpret_cast<float*>(array->data.get());
+  std::generate(values, values + array->elements(), [&] { return normal(generator); });
+  return convert(*array, dtype, "random data");
+}
+
+// The first rows of every sequence of [batch, seqlen, heads, head_dim], the batch `copies` times.
+Result<Array> first_rows(const Array& from, std::int64_t rows, std::int64_t copies, DType dtype) {
+  const std::int64_t batch = from.shape[0], row = from.shape[2] * from.shape[3];
+  Result<Array> part =
+      allocate_array(from.dtype, {batch * copies, rows, from.shape[2], from.shape[3]}, "excerpt");
+  if (!part) {
+    return part;
+  }
+  const auto row_bytes = static_cast<std::size_t>(row * bits_of(from.dtype) / 8);
+  for (std::int64_t b = 0; b < batch * copies; ++b) {
+    std::memcpy(part->data.get() + static_cast<std::size_t>(b * rows) * row_bytes,
+                from.data.get() + static_cast<std::size_t>(b % batch * from.shape[1]) * row_bytes,
+                static_cast<std::size_t>(rows) * row_bytes);
+  }
+  return convert(*part, dtype, "excerpt");
+}
+
+TensorView view_of(const Array& array) {
+  return TensorView::contiguous(array.data.get(), array.dtype, array.shape[0], array.shape[1],
+                                array.shape[2], array.shape[3]);
+}
+
+}  // namespace
+
+Result<AttentionData> random_data(const AttentionProblem& p) {
+  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
+  const std::int64_t head_dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  Result<Array> q = random_array(p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, 1);
+  Result<Array> k = random_array(p.dtype, {p.batch, p.seqlen_kv, heads_kv, p.head_dim}, 2);
+  Result<Array> v = random_array(p.dtype, {p.batch, p.seqlen_kv, heads_kv, head_dim_v}, 3);
+  for (const Result<Array>* array : {&q, &k, &v}) {
+    if (!*array) {
+      return array->status();
+    }
+  }
+  return AttentionData{*q, *k, *v};
+}
+
+Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
+                              std::int64_t seqlen_kv, std::int64_t copies, DType dtype) {
+  Result<Array> q = first_rows(from.q, seqlen_q, copies, dtype);
+  Result<Array> k = first_rows(from.k, seqlen_kv, copies, dtype);
+  Result<Array> v = first_rows(from.v, seqlen_kv, copies, dtype);
+  for (const Result<Array>* array : {&q, &k, &v}) {
+    if (!*array) {
+      return array->status();
+    }
+  }
+  return AttentionData{*q, *k, *v};
+}
+
+AttentionProblem problem_of(const AttentionData& data) {
+  AttentionProblem p;
+  p.batch = data.q.shape[0];
+  p.seqlen_q = data.q.shape[1];
+  p.heads_q = data.q.shape[2];
+  p.head_dim = data.q.shape[3];
+  p.seqlen_kv = data.k.shape[1];
+  p.heads_kv = data.k.shape[2];
+  p.head_dim_v = data.v.shape[3];
+  p.dtype = data.q.dtype;
+  return p;
+}
+
+Result<AttentionCase> AttentionCase::make(const AttentionProblem& problem,
+                                          const PlanOptions& options, AttentionData data,
+                                          std::optional<DType> o_dtype) {
+  Result<Plan> planned = rafter::plan(problem, Device::cpu(), options);
+  if (!planned) {
+    return planned.status();
+  }
+  AttentionCase made;
+  made.plan_.emplace(*planned);
+  made.data_ = std::move(data);
+  const AttentionProblem& p = made.plan_->problem();
+  Result<Array> o = allocate_array(o_dtype.value_or(p.dtype),
+                                   {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, "o");
+  Result<Array> lse = allocate_array(DType::f32, {p.batch, p.heads_q, p.seqlen_q}, "lse");
+  Result<Array> workspace =
+      allocate_array(DType::int8, {made.plan_->workspace_bytes()}, "workspace");
+  for (const Result<Array>* array : {&o, &lse, &workspace}) {
+    if (!*array) {
+      return array->status();
+    }
+  }
+  made.o_ = *o;
+  made.lse_ = *lse;
+  made.workspace_ = *workspace;
+  return made;
+}
+
+Status AttentionCase::run() const {
+  const AttentionProblem& p = plan_->problem();
+  return plan_->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
+                        {view_of(o_), LseView::contiguous(reinterpret_cast<float*>(lse_.data.get()),
+                                                          p.batch, p.heads_q, p.seqlen_q)},
+                        {workspace_.data.get(), workspace_.bytes()});
+}
+
+Result<Array> AttentionCase::output() const { return convert(o_, DType::f32, "o"); }
+
+double AttentionCase::working_set_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Array* array : {&data_.q, &data_.k, &data_.v, &o_, &lse_, &workspace_}) {
+    bytes += array->bytes();
+  }
+  return static_cast<double>(bytes);
+}
+
+Level level_of(const DeviceSpec& spec, double working_set_bytes, int threads) {
+  for (const char* name : {"l2", "l3"}) {
+    const Figure* size = spec.find(std::string(name) + "_bytes");
+    const Figure* rate = spec.find("bandwidth_" + std::string(name) + "_bytes_per_s");
+    if (size != nullptr && rate != nullptr && working_set_bytes <= size->value * threads) {
+      return {name, rate->value};
+    }
+  }
+  const Figure* memory = spec.find("bandwidth_bytes_per_s");
+  return {"memory", memory != nullptr ? memory->value : 0};
+}
+
+std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline) {
+  const Result<Cost> base = attention_cost(problem, pipeline);
+  if (!base || base->bytes <= 0 || base->flops <= 0) {
+    return std::nullopt;
+  }
+  const std::int64_t head_dim_v = problem.head_dim_v == 0 ? problem.head_dim : problem.head_dim_v;
+  // Twice the head_dim adds FLOPs where the scores are most of the bytes; twice the length at half
+  // the head_dim where q, k, v and o are.
+  AttentionProblem wider = problem, longer = problem;
+  wider.head_dim = 2 * problem.head_dim;
+  wider.head_dim_v = 2 * head_dim_v;
+  longer.seqlen_q = 2 * problem.seqlen_q;
+  longer.seqlen_kv = 2 * problem.seqlen_kv;
+  longer.head_dim = problem.head_dim / 2;
+  longer.head_dim_v = head_dim_v / 2;
+  constexpr double kLeastFlops = 1.5, kMostBytes = 1.25;
+  constexpr std::int64_t kLeastHeadDim = 8;
+  std::optional<AddedFlops> best;
+  for (const AttentionProblem& changed : {wider, longer}) {
+    if (changed.head_dim < kLeastHeadDim || changed.head_dim_v < kLeastHeadDim) {
+      continue;
+    }
+    const Result<Cost> cost = attention_cost(changed, pipeline);
+    if (!cost) {
+      continue;
+    }
+    const AddedFlops added{changed, cost->flops / base->flops, cost->bytes / base->bytes};
+    if (added.flops_ratio >= kLeastFlops && added.bytes_ratio <= kMostBytes &&
+        (!best || added.bytes_ratio < best->bytes_ratio)) {
+      best = added;
+    }
+  }
+  return best;
+}
+
+namespace {
+
+// A case with its companions for the evidence, and where their samples stand in the timings.
+struct Prepared {
+  std::size_t result = 0;
+  std::optional<std::size_t> once, twice, more;
+};
+
+Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidth) {
+  const auto figure = spec.figures.find("bandwidth_bytes_per_s");
+  if (figure != spec.figures.end() && bandwidth != figure->second.value) {
+    figure->second.value = figure->second.low = figure->second.high = bandwidth;
+  }
+  return predict(cost, spec);
+}
+
+double declared_bytes(const AttentionProblem& p) {
+  const double rows = static_cast<double>(p.batch * p.seqlen_q * p.heads_q);
+  const double keys = static_cast<double>(p.batch * p.seqlen_kv * p.heads_kv);
+  const double dims = static_cast<double>(p.head_dim + p.head_dim_v);
+  return (rows + keys) * dims * bytes_of(p.dtype) + 4 * rows;
+}
+
+Result<CaseResult> describe(const AttentionCase& made, const DeviceSpec& spec) {
+  const Plan& plan = made.plan();
+  CaseResult result;
+  result.kernel = plan.kernel();
+  result.pipeline = plan.pipeline();
+  result.threads = plan.threads();
+  result.cost = plan.cost();
+  result.working_set_bytes = made.working_set_bytes();
+  result.workspace_bytes = static_cast<double>(plan.workspace_bytes());
+  result.declared_bytes = declared_bytes(plan.problem());
+  result.level = level_of(spec, result.working_set_bytes, result.threads);
+  result.cache_resident = result.level.name != "memory";
+  Result<Prediction> predicted = predict(result.cost, spec);
+  Result<Prediction> at_level = predict_at(result.cost, spec, result.level.bandwidth_bytes_per_s);
+  if (!predicted || !at_level) {
+    return predicted ? at_level.status() : predicted.status();
+  }
+  result.predicted = *predicted;
+  result.at_level = *at_level;
+  return result;
+}
+
+// Adds a case to those to be timed; nothing when no kernel takes it or memory does not hold it.
+std::optional<std::size_t> add_case(std::vector<AttentionCase>& cases,
+                                    const AttentionProblem& problem, const PlanOptions& options,
+                                    Result<AttentionData> data) {
+  if (!data) {
+    return std::nullopt;
+  }
+  Result<AttentionCase> made = AttentionCase::make(problem, options, std::move(data).value());
+  if (!made) {
+    return std::nullopt;
+  }
+  cases.push_back(std::move(made).value());
+  return cases.size() - 1;
+}
+
+void add_evidence(std::vector<AttentionCase>& cases, const TimedCase& timed, Prepared& prepared,
+                  CaseResult& result) {
+  PlanOptions same = timed.options;
+  same.kernel = result.kernel;  // the same code, whatever the chooser would take for that shape
+  AttentionProblem twice = timed.problem;
+  twice.batch *= 2;
+  prepared.twice = add_case(
+      cases, twice, same,
+      excerpt(timed.data, timed.problem.seqlen_q, timed.problem.seqlen_kv, 2, timed.problem.dtype));
+  if (const std::optional<AddedFlops> added = added_flops(timed.problem, result.pipeline)) {
+    prepared.more = add_case(cases, added->problem, same, random_data(added->problem));
+    result.evidence.added_flops_ratio = added->flops_ratio;
+    result.evidence.added_bytes_ratio = added->bytes_ratio;
+  }
+}
+
+}  // namespace
+
+Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, const DeviceSpec& spec,
+                                           const TimingOptions& options) {
+  std::vector<CaseResult> results(timed.size());
+  std::vector<Prepared> prepared;
+  std::vector<AttentionCase> cases;
+  for (std::size_t i = 0; i < timed.size(); ++i) {
+    Result<AttentionCase> made =
+        AttentionCase::make(timed[i].problem, timed[i].options, timed[i].data);
+    if (!made) {
+      if (made.status().code() != StatusCode::kUnsupported) {
+        return made.status();
+      }
+      results[i].refusal = made.status().message();
+      results[i].pipeline = timed[i].options.pipeline.value_or(Pipeline::fused);
+      continue;
+    }
+    Result<CaseResult> described = describe(*made, spec);
+    if (!described) {
+      return described.status();
+    }
+    results[i] = std::move(described).value();
+    cases.push_back(std::move(made).value());
+    Prepared entry{.result = i, .once = cases.size() - 1, .twice = {}, .more = {}};
+    if (options.evidence) {
+      add_evidence(cases, timed[i], entry, results[i]);
+    }
+    prepared.push_back(entry);
+  }
+  std::vector<Work> work;
+  for (const AttentionCase& one : cases) {
+    work.emplace_back([&one] { return one.run(); });
+  }
+  const Result<std::vector<Timing>> timings = time_alternating(work, options.rule);
+  if (!timings) {
+    return timings.status();
+  }
+  for (const Prepared& entry : prepared) {
+    CaseResult& result = results[entry.result];
+    result.timing = (*timings)[*entry.once];
+    result.evidence.seconds = result.timing.seconds;
+    if (entry.twice) {
+      result.evidence.seconds_double = (*timings)[*entry.twice].seconds;
+    }
+    if (entry.more) {
+      result.evidence.seconds_added_flops = (*timings)[*entry.more].seconds;
+    }
+    result.measured = judge_wall(result.evidence);
+  }
+  return results;
+}
+
+}  // namespace rafter::cli

@@ -1,0 +1,107 @@
+// One attention problem with its data, planned and ready to run; and how such cases are timed, each
+// beside its prediction. Shared by bench and report.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/array.h"
+#include "rafter/attention.h"
+#include "rafter/measure.h"
+
+namespace rafter::cli {
+
+/// q, k, v [batch, seqlen, heads, head_dim], all of one dtype.
+struct AttentionData {
+  Array q, k, v;
+};
+
+/// Normal random values (zeros would run faster), the same for the same problem.
+Result<AttentionData> random_data(const AttentionProblem& problem);
+/// The first rows of each sequence, `copies` times along the batch, in `dtype`.
+Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
+                              std::int64_t seqlen_kv, std::int64_t copies, DType dtype);
+/// The problem that the data is for, without a mask.
+AttentionProblem problem_of(const AttentionData& data);
+
+/// A planned problem with data, output and workspace of its own.
+class AttentionCase {
+ public:
+  /// Errors: those of plan(), and memory that this machine does not have. o has the dtype
+  /// `o_dtype`, by default the problem's.
+  static Result<AttentionCase> make(const AttentionProblem& problem, const PlanOptions& options,
+                                    AttentionData data, std::optional<DType> o_dtype = {});
+
+  Status run() const;
+  const Plan& plan() const { return *plan_; }
+  /// o of the last run, widened to f32.
+  Result<Array> output() const;
+  /// Bytes of q, k, v, o, lse and workspace: what a run touches.
+  double working_set_bytes() const;
+
+ private:
+  AttentionCase() = default;
+  std::optional<Plan> plan_;
+  AttentionData data_;
+  Array o_, lse_, workspace_;
+};
+
+/// What to time: one problem on one set of data by one pipeline.
+struct TimedCase {
+  AttentionProblem problem;
+  PlanOptions options;
+  AttentionData data;
+};
+
+/// Where a working set lives, by the plateaus of the probe.
+struct Level {
+  std::string name;  // "memory", "l3", "l2"
+  double bandwidth_bytes_per_s = 0;
+};
+Level level_of(const DeviceSpec& spec, double working_set_bytes, int threads);
+
+struct CaseResult {
+  std::string refusal;  // not empty: why no kernel took it; nothing else is set then
+  std::string kernel;
+  Pipeline pipeline = Pipeline::fused;
+  int threads = 1;
+  Cost cost;
+  Level level;
+  bool cache_resident = false;
+  double working_set_bytes = 0;
+  double workspace_bytes = 0;
+  double declared_bytes = 0;  // of q, k, v, o and lse, once each
+  Prediction predicted;       // with the bandwidth of main memory
+  Prediction at_level;        // with the bandwidth of the level that holds the working set
+  Timing timing;
+  WallEvidence evidence;
+  WallVerdict measured;
+
+  double median_s() const { return timing.seconds.median; }
+  double flop_per_s() const { return cost.flops / median_s(); }
+  /// Least time that the ceilings allow, over the time measured. Above 1 is a diagnosis (cached
+  /// data, a clock above the probe's, a wrong count), so it is not clamped.
+  double share_of_bound() const { return at_level.time_s / median_s(); }
+};
+
+struct TimingOptions {
+  StopRule rule;
+  bool evidence = true;  // also time twice the work, and more FLOPs at constant bytes
+};
+
+/// The problem with more FLOPs at nearly constant modelled bytes that tells the walls of this
+/// pipeline apart; nothing when no change of shape gives 1.5 times the FLOPs within 1.25 times the
+/// bytes.
+struct AddedFlops {
+  AttentionProblem problem;
+  double flops_ratio = 0, bytes_ratio = 0;
+};
+std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline);
+
+/// Times the cases by turns and predicts each on `spec`. Errors: what a run reports.
+Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> cases, const DeviceSpec& spec,
+                                           const TimingOptions& options);
+
+}  // namespace rafter::cli

@@ -1,0 +1,125 @@
+#include <cmath>
+#include <fstream>
+
+#include "cli/run_tool.h"
+
+namespace rafter::test {
+namespace {
+
+// A device file of our own: the tests time kernels, not the machine.
+std::string device_file(const TemporaryFolder& folder) {
+  const std::string path = folder / "cpu.json";
+  const ToolRun run = run_tool({"probe", "--quick", "--force", "--out", path});
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  return path;
+}
+
+TEST(BenchCommand, AttentionRowsCarryPredictionBesideMeasurement) {
+  const TemporaryFolder folder;
+  const auto document =
+      run_json({"bench", "attention", "--seqlen", "128,256", "--head-dim", "32", "--heads-q", "2",
+                "--causal", "0,1", "--time", "0.01", "--device", device_file(folder)});
+  EXPECT_TRUE(document.at("context").contains("date"));
+  EXPECT_TRUE(document.at("context").contains("commit"));
+  EXPECT_TRUE(document.at("context").contains("num_cpus"));
+  const auto& rows = document.at("benchmarks");
+  ASSERT_EQ(rows.size() + document.at("refused").size(), 12U);  // 2 lengths, 2 masks, 3 pipelines
+  for (const auto& row : rows) {
+    const double seconds = row.at("time_s").get<double>();
+    EXPECT_GT(seconds, 0);
+    EXPECT_NEAR(row.at("real_time").get<double>(), seconds * 1e9, seconds);
+    EXPECT_GE(row.at("repetitions").get<int>(), 1);
+    EXPECT_LE(row.at("time_p10_s").get<double>(), seconds);
+    EXPECT_GE(row.at("time_p90_s").get<double>(), seconds);
+    EXPECT_GT(row.at("predicted_time_s").get<double>(), 0);
+    EXPECT_NEAR(row.at("flop_per_s").get<double>() * seconds, row.at("flops").get<double>(),
+                1e-6 * row.at("flops").get<double>());
+    EXPECT_NEAR(row.at("share_of_bound").get<double>() * seconds, row.at("bound_s").get<double>(),
+                1e-6 * seconds);
+    EXPECT_EQ(row.at("bytes_source"), "modelled");
+    EXPECT_FALSE(row.at("kernel").get<std::string>().empty());
+    EXPECT_FALSE(row.at("wall_reason").get<std::string>().empty());
+    EXPECT_EQ(row.at("cache_resident").get<bool>(), row.at("level") != "memory");
+    // Counted differently: 2·S·S·D for each product, half of the pairs (and the diagonal) causal.
+    const auto& shape = row.at("case");
+    const double s = shape.at("seqlen").get<double>();
+    const double pairs = shape.at("causal").get<bool>() ? s * (s + 1) / 2 : s * s;
+    EXPECT_DOUBLE_EQ(row.at("flops").get<double>(), 2 * pairs * (2 * 32 + 2 * 32 + 5));
+  }
+}
+
+TEST(BenchCommand, RecordsAreKeptAndComparedWith) {
+  const TemporaryFolder folder;
+  const std::string device = device_file(folder), path = folder / "records.jsonl";
+  const std::vector<std::string> bench = {"bench",      "attention", "--seqlen",   "128",
+                                          "--pipeline", "fused",     "--evidence", "false",
+                                          "--time",     "0.02",      "--device",   device};
+  auto keep = bench;
+  keep.insert(keep.end(), {"--out", path});
+  run_json(keep);
+  run_json(keep);
+  std::vector<nlohmann::ordered_json> records;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    records.push_back(nlohmann::ordered_json::parse(line));
+  }
+  ASSERT_EQ(records.size(), 2U);
+  for (const char* key :
+       {"date", "commit", "device", "driver", "clock_hz", "kernel", "case", "repeats", "median_s",
+        "p10_s", "p90_s", "wall", "bound_s", "share_of_bound"}) {
+    EXPECT_TRUE(records[1].contains(key)) << key;
+  }
+  // A baseline a thousand times quicker makes the row slower: exit 1. One as much slower: faster.
+  for (const auto& [factor, verdict, exit_code] :
+       {std::tuple{1e-3, "slower", 1}, std::tuple{1e3, "faster", 0}}) {
+    auto record = records[1];
+    for (const char* key : {"median_s", "median_low_s", "median_high_s"}) {
+      record[key] = record.at(key).get<double>() * factor;
+    }
+    const std::string other = folder / "other.jsonl";
+    { std::ofstream(other) << record.dump() << "\n"; }
+    auto compare = bench;
+    compare.insert(compare.end(), {"--baseline", other, "--format", "json"});
+    const ToolRun run = run_tool(compare);
+    EXPECT_EQ(run.exit_code, exit_code) << run.err;
+    const auto document = nlohmann::ordered_json::parse(run.out);
+    EXPECT_EQ(document.at("benchmarks").at(0).at("against_baseline"), verdict);
+  }
+}
+
+TEST(BenchCommand, AMalformedBaselineIsNamedWithItsLine) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "bad.jsonl";
+  { std::ofstream(path) << "{\"name\": \"x\"}\n"; }
+  expect_refused({"bench", "attention", "--seqlen", "16", "--time", "0.001", "--evidence", "false",
+                  "--device", device_file(folder), "--baseline", path},
+                 {"bad.jsonl:1", "median_s"});
+}
+
+TEST(BenchCommand, GemmRowsCountTwoMnk) {
+  const TemporaryFolder folder;
+  const auto document = run_json({"bench", "gemm", "--m", "64", "--n", "48", "--k", "32", "--time",
+                                  "0.01", "--device", device_file(folder)});
+  ASSERT_EQ(document.at("benchmarks").size(), 1U);
+  const auto& row = document.at("benchmarks").at(0);
+  EXPECT_DOUBLE_EQ(row.at("flops").get<double>(), 2.0 * 64 * 48 * 32);
+  EXPECT_DOUBLE_EQ(row.at("bytes").get<double>(), 4.0 * (64 * 32 + 32 * 48 + 64 * 48));
+}
+
+TEST(BenchCommand, RefusesByName) {
+  for (const char* verb : {"decode", "backward", "model"}) {
+    expect_refused({"bench", verb}, {verb, "attention"});
+    expect_refused({"bench", verb, "--seqlen", "512"}, {verb, "attention"});
+  }
+  expect_refused({"bench", "attention", "--seqlen", "0"}, {"--seqlen"});
+  expect_refused({"bench", "attention", "--seqlen", ""}, {"--seqlen"});
+  expect_refused({"bench", "attention", "--head-dim", "257"}, {"--head-dim"});
+  expect_refused({"bench", "attention", "--pipeline", "quick"}, {"--pipeline", "fused"});
+  expect_refused({"bench", "attention", "--time", "0"}, {"--time"});
+  expect_refused({"bench", "attention", "--device", "h100-sxm"}, {"--device"});
+  expect_refused({"bench", "attention", "--kernel", "fused", "--pipeline", "fused"}, {"--kernel"});
+  expect_refused({"bench", "attention", "--threshold", "2"}, {"--threshold"});
+}
+
+}  // namespace
+}  // namespace rafter::test
