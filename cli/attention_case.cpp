@@ -129,11 +129,14 @@ double AttentionCase::working_set_bytes() const {
   return static_cast<double>(bytes);
 }
 
-Level level_of(const DeviceSpec& spec, double working_set_bytes, int threads) {
+Level level_of(const DeviceSpec& spec, double working_set_bytes) {
+  // Sizes are those of one core, rates those of all.
+  const Figure* cores = spec.find("sm_count");
   for (const char* name : {"l2", "l3"}) {
     const Figure* size = spec.find(std::string(name) + "_bytes");
     const Figure* rate = spec.find("bandwidth_" + std::string(name) + "_bytes_per_s");
-    if (size != nullptr && rate != nullptr && working_set_bytes <= size->value * threads) {
+    if (size != nullptr && rate != nullptr && cores != nullptr &&
+        working_set_bytes <= size->value * cores->value) {
       return {name, rate->value};
     }
   }
@@ -209,7 +212,7 @@ Result<CaseResult> describe(const AttentionCase& made, const DeviceSpec& spec) {
   result.working_set_bytes = made.working_set_bytes();
   result.workspace_bytes = static_cast<double>(plan.workspace_bytes());
   result.declared_bytes = declared_bytes(plan.problem());
-  result.level = level_of(spec, result.working_set_bytes, result.threads);
+  result.level = level_of(spec, result.working_set_bytes);
   result.cache_resident = result.level.name != "memory";
   Result<Prediction> predicted = predict(result.cost, spec);
   Result<Prediction> at_level = predict_at(result.cost, spec, result.level.bandwidth_bytes_per_s);

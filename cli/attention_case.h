@@ -60,7 +60,7 @@ struct Level {
   std::string name;  // "memory", "l3", "l2"
   double bandwidth_bytes_per_s = 0;
 };
-Level level_of(const DeviceSpec& spec, double working_set_bytes, int threads);
+Level level_of(const DeviceSpec& spec, double working_set_bytes);
 
 struct CaseResult {
   std::string refusal;  // not empty: why no kernel took it; nothing else is set then

@@ -289,11 +289,7 @@ void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
                            {"threads", common.threads}};
           row.kernel = "onednn";
           row.cost = value_or_fail(gemm_cost(problem));
-          const int cores = threads > 0 ? threads
-                                        : std::stoi(machine.spec.notes.contains("threads")
-                                                        ? machine.spec.notes.at("threads")
-                                                        : "1");
-          const Level level = level_of(machine.spec, row.cost.bytes, cores);
+          const Level level = level_of(machine.spec, row.cost.bytes);
           DeviceSpec spec = machine.spec;
           spec.figures["bandwidth_bytes_per_s"].value = level.bandwidth_bytes_per_s;
           row.predicted = value_or_fail(predict(row.cost, spec));

@@ -69,7 +69,7 @@ using Work = std::function<Status()>;
 Result<Timing> time_calls(const Work& work, const StopRule& rule = {});
 /// Times several candidates by turns (one sample of each, over and over), so that a disturbance
 /// meets all of them alike. A candidate that has stopped by the rule is still sampled until all
-/// have. Errors: those of the first candidate that fails.
+/// have, or until it has used up max_time_s. Errors: those of the first candidate that fails.
 Result<std::vector<Timing>> time_alternating(std::span<const Work> candidates,
                                              const StopRule& rule = {});
 

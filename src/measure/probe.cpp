@@ -249,28 +249,29 @@ Status bandwidth(Prober& prober) {
   const std::vector<measure::Level> levels = measure::levels_of(prober.probe.sweep, {});
   for (const measure::Level& level : levels) {
     const bool memory = level.name == "memory";
-    const std::string prefix = memory ? "bandwidth_" : "bandwidth_" + level.name + "_";
+    const std::string prefix = memory ? "bandwidth_" : fmt::format("bandwidth_{}_", level.name);
     const std::string how = fmt::format(" on the {} plateau, up to {:.0f} KiB a thread", level.name,
                                         level.bytes_per_thread / 1024);
-    const std::pair<std::string, const std::vector<double>*> kinds[] = {
-        {"read", &level.read}, {"write", &level.write}, {"copy", &level.copy}};
-    for (const auto& [kind, samples] : kinds) {
-      const std::string what = kind == "copy" ? "copy (read + written)" : kind;
-      if (Status status =
-              prober.measured(prefix + kind + "_bytes_per_s", *samples, "B/s", 0.9, what + how);
+    const std::tuple<std::string, const std::vector<double>*, const char*> kinds[] = {
+        {memory ? "read_" : "", &level.read, "read"},
+        {"write_", &level.write, "write"},
+        {"copy_", &level.copy, "copy (read + written)"}};
+    for (const auto& [kind, samples, what] : kinds) {
+      if (Status status = prober.measured(fmt::format("{}{}bytes_per_s", prefix, kind), *samples,
+                                          "B/s", 0.9, what + how);
           !status) {
         return status;
       }
     }
-    if (!memory) {
-      prober.put(level.name + "_bytes", level.bytes_per_thread, "B", FigureKind::measured,
-                 "largest working set of a thread on the " + level.name + " plateau");
+    if (memory) {  // what the roofline uses: reads, most of what attention moves
+      prober.probe.spec.figures["bandwidth_bytes_per_s"] =
+          *prober.probe.spec.find("bandwidth_read_bytes_per_s");
+    } else {
+      prober.put(
+          level.name + "_bytes", level.bytes_per_thread, "B", FigureKind::derived,
+          fmt::format("largest working set of a core on the {} plateau of the bandwidth sweep",
+                      level.name));
     }
-    // The plain name is what the roofline uses: reads, most of what attention moves.
-    Figure read = *prober.probe.spec.find(prefix + "read_bytes_per_s");
-    prober.probe.spec
-        .figures[memory ? "bandwidth_bytes_per_s" : "bandwidth_" + level.name + "_bytes_per_s"] =
-        read;
   }
   for (const char* name : {"l1", "l2", "l3"}) {
     if (prober.probe.spec.find(std::string(name) + "_bytes") == nullptr) {
@@ -289,7 +290,7 @@ Status bandwidth(Prober& prober) {
   }
   if (const Figure* l2 = prober.probe.spec.find("l2_bytes")) {
     prober.put("fast_memory_bytes", l2->value, "B", FigureKind::derived,
-               "l2_bytes: the fast memory of a core's attention tiles");
+               "l2_bytes: where the attention tiles of a core stay");
   } else {
     prober.missing("fast_memory_bytes", "l2_bytes is missing");
   }

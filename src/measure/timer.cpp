@@ -37,12 +37,9 @@ class Sampler {
  public:
   Sampler(const Work& work, const StopRule& rule) : work_(work), rule_(rule) {}
 
-  // One untimed call, then as many calls a sample as reach min_sample_s.
+  // One untimed call; then, where a call is short, as many a sample as reach min_sample_s.
   Status warm_up() {
-    if (Status status = work_(); !status) {
-      return status;
-    }
-    while (rule_.flush_bytes == 0) {
+    for (;;) {
       const Clock::time_point start = Clock::now();
       for (std::int64_t i = 0; i < calls_; ++i) {
         if (Status status = work_(); !status) {
@@ -50,14 +47,14 @@ class Sampler {
         }
       }
       const double spent = seconds_since(start);
-      if (spent >= rule_.min_sample_s || calls_ >= (std::int64_t{1} << 30)) {
-        break;
+      if (rule_.flush_bytes > 0 || spent >= rule_.min_sample_s ||
+          calls_ >= (std::int64_t{1} << 30)) {
+        return Status::ok();
       }
       const double factor = spent > 0 ? 1.2 * rule_.min_sample_s / spent : 16;
       calls_ = std::max(calls_ + 1, static_cast<std::int64_t>(static_cast<double>(calls_) *
                                                               std::min(16.0, factor)));
     }
-    return Status::ok();
   }
 
   Status sample() {
@@ -103,6 +100,8 @@ class Sampler {
     }
     return false;
   }
+
+  bool out_of_time() const { return total_s_ >= rule_.max_time_s; }
 
   Result<Timing> result() const {
     Result<Statistics> stats = statistics(samples_);
@@ -153,6 +152,9 @@ Result<std::vector<Timing>> time_alternating(std::span<const Work> candidates,
   std::vector<bool> done(candidates.size(), false);
   while (std::find(done.begin(), done.end(), false) != done.end()) {
     for (std::size_t i = 0; i < samplers.size(); ++i) {
+      if (done[i] && samplers[i].out_of_time()) {
+        continue;
+      }
       if (rule.flush_bytes > 0) {
         flush.run();
       }

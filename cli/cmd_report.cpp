@@ -1,0 +1,370 @@
+// rafter report: the main job. Ceilings of this machine, the three pipelines over a range of
+// lengths or on the user's tensors, predicted beside measured, on one page.
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+
+#include "cli/args.h"
+#include "cli/command.h"
+#include "cli/files.h"
+#include "cli/output.h"
+#include "cli/progress.h"
+#include "cli/report_data.h"
+#include "cli/safetensors.h"
+
+namespace rafter::cli {
+namespace {
+
+constexpr Pipeline kPipelines[] = {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused};
+constexpr DType kDTypes[] = {DType::f32, DType::bf16};
+
+struct Options {
+  std::string out = "report.html";
+  std::string qkv;
+  std::string device;
+  bool quick = false;
+  bool probe = false;
+  std::int64_t threads = 0;
+};
+
+/// The user's tensors, or nothing.
+struct UserData {
+  AttentionData data;
+  std::string name;
+};
+
+UserData read_user_data(const std::string& path) {
+  const Safetensors file = value_or_fail(Safetensors::open(path, "--qkv"));
+  UserData user;
+  user.name = one_line(std::filesystem::path(path).filename().string());
+  Array* arrays[] = {&user.data.q, &user.data.k, &user.data.v};
+  const char* names[] = {"q", "k", "v"};
+  for (std::size_t i = 0; i < 3; ++i) {
+    *arrays[i] = value_or_fail(file.read(names[i], Expect::values));
+    if (arrays[i]->shape.size() != 4) {
+      fail_flag(fmt::format("--qkv {}: {}", user.name, names[i]), shape_text(arrays[i]->shape),
+                "[batch, seqlen, heads, head_dim]");
+    }
+  }
+  const std::vector<std::int64_t>&q = user.data.q.shape, &k = user.data.k.shape,
+        &v = user.data.v.shape;
+  if (k[0] != q[0] || v[0] != q[0] || k[1] != v[1] || k[2] != v[2] || k[3] != q[3]) {
+    fail_flag(fmt::format("--qkv {}", user.name),
+              fmt::format("q {}, k {}, v {}", shape_text(q), shape_text(k), shape_text(v)),
+              "one batch; k and v of one length and one number of heads; q and k of one head_dim");
+  }
+  // A dtype that all three can have; converted once more for each dtype that is run.
+  for (Array* array : arrays) {
+    *array = value_or_fail(convert(*array, DType::f32, user.name));
+  }
+  return user;
+}
+
+/// One length to run, and whether the user's tensors reach that far.
+struct Length {
+  std::int64_t q = 0, kv = 0;
+  bool of_user = false;
+};
+
+std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, bool quick) {
+  std::vector<Length> lengths;
+  const std::int64_t longest = quick ? 1024 : 4096;
+  if (!has_user) {
+    for (std::int64_t s = 256; s <= longest; s *= 2) {
+      lengths.push_back({s, s, false});
+    }
+    return lengths;
+  }
+  for (std::int64_t part : {4, 2, 1}) {
+    if (part == 1 || shape.seqlen_q / part >= 16) {
+      lengths.push_back(
+          {shape.seqlen_q / part, std::max<std::int64_t>(1, shape.seqlen_kv / part), true});
+    }
+  }
+  // Beyond the file, random data of the same shape, while a run stays under a second or so.
+  constexpr double kMostFlops = 40e9;
+  if (shape.seqlen_q == shape.seqlen_kv) {
+    for (std::int64_t s = 2 * shape.seqlen_q; s <= longest; s *= 2) {
+      AttentionProblem p = shape;
+      p.seqlen_q = p.seqlen_kv = s;
+      const Result<Cost> cost = attention_cost(p, Pipeline::fused);
+      if (cost && cost->flops <= kMostFlops) {
+        lengths.push_back({s, s, false});
+      }
+    }
+  }
+  return lengths;
+}
+
+StopRule rule_of(bool quick) {
+  StopRule rule;
+  rule.min_time_s = quick ? 0.03 : 0.15;
+  rule.max_time_s = quick ? 0.12 : 0.6;
+  return rule;
+}
+
+void time_points(const Options& options, const UserData* user, ReportContent& content,
+                 Progress& progress) {
+  const std::vector<Length> lengths = lengths_of(content.shape, user != nullptr, options.quick);
+  PlanOptions how;
+  how.threads = static_cast<int>(options.threads);
+  how.device_spec = &content.machine.spec;
+  for (DType dtype : kDTypes) {
+    for (const Length& length : lengths) {
+      progress.step(fmt::format("{}, length {}", to_string(dtype), length.q));
+      AttentionProblem problem = content.shape;
+      problem.dtype = dtype;
+      problem.seqlen_q = length.q;
+      problem.seqlen_kv = length.kv;
+      const AttentionData data =
+          value_or_fail(length.of_user ? excerpt(user->data, length.q, length.kv, 1, dtype)
+                                       : random_data(problem));
+      std::vector<TimedCase> cases;
+      for (Pipeline pipeline : kPipelines) {
+        how.pipeline = pipeline;
+        cases.push_back({problem, how, data});
+      }
+      const std::vector<CaseResult> results =
+          value_or_fail(time_cases(cases, content.machine.spec, {rule_of(options.quick), true}));
+      for (const CaseResult& result : results) {
+        content.points.push_back({problem, length.of_user ? user->name : "random", result});
+      }
+    }
+  }
+}
+
+/// Errors of o against the reference's, and the coordinate of the largest.
+void compare_outputs(const Array& o, const Array& reference, ReportAccuracy& row) {
+  const auto* ours = reinterpret_cast<const float*>(o.data.get());
+  const auto* theirs = reinterpret_cast<const float*>(reference.data.get());
+  double squares = 0, errors = 0;
+  std::int64_t worst = 0;
+  for (std::int64_t i = 0; i < reference.elements(); ++i) {
+    const double error = std::abs(static_cast<double>(ours[i]) - static_cast<double>(theirs[i]));
+    // A NaN on one side only is an error without bound; on both it agrees.
+    const double counted = std::isnan(ours[i]) != std::isnan(theirs[i]) ? HUGE_VAL
+                           : std::isnan(error)                          ? 0
+                                                                        : error;
+    if (counted > row.max_abs_error) {
+      row.max_abs_error = counted;
+      worst = i;
+    }
+    errors += counted * counted;
+    squares += std::isfinite(theirs[i]) ? static_cast<double>(theirs[i]) * theirs[i] : 0;
+  }
+  row.relative_rms_error = squares > 0 ? std::sqrt(errors / squares) : 0;
+  const auto& shape = reference.shape;
+  row.at = {worst / (shape[1] * shape[2] * shape[3]), worst / (shape[2] * shape[3]) % shape[1],
+            worst / shape[3] % shape[2], worst % shape[3]};
+}
+
+double largest_value(const Array& values) {
+  const auto* at = reinterpret_cast<const float*>(values.data.get());
+  double largest = 0;
+  for (std::int64_t i = 0; i < values.elements(); ++i) {
+    largest = std::max(largest, static_cast<double>(std::abs(at[i])));
+  }
+  return largest;
+}
+
+Result<Array> output_of(const AttentionProblem& problem, const PlanOptions& options,
+                        const AttentionData& data, std::string* kernel) {
+  Result<AttentionCase> one = AttentionCase::make(problem, options, data, DType::f32);
+  if (!one) {
+    return one.status();
+  }
+  if (Status status = one->run(); !status) {
+    return status;
+  }
+  *kernel = one->plan().kernel();
+  return one->output();
+}
+
+void check_accuracy(const Options& options, const UserData* user, ReportContent& content,
+                    Progress& progress) {
+  AttentionProblem problem = content.shape;
+  if (user == nullptr) {
+    problem.seqlen_q = problem.seqlen_kv = options.quick ? 256 : 512;
+  }
+  // The reference is plain loops in float64: keep it near a second.
+  while (2.0 * static_cast<double>(problem.batch * problem.heads_q * problem.seqlen_q) *
+                 static_cast<double>(problem.seqlen_kv * problem.head_dim) >
+             2e9 &&
+         problem.seqlen_q > 16) {
+    problem.seqlen_q /= 2;
+  }
+  content.accuracy_note = fmt::format(
+      "On {}: {} queries, {} keys, batch {}, {} heads, head_dim {}; o written in f32, rounded "
+      "inputs the same for all. Limit of the unfused pipeline: {} of the largest |v| in f32, {} in "
+      "bf16; of the others 1.5 times the unfused pipeline's own error, and 2 ulp of f32.",
+      user != nullptr ? user->name : "random data", problem.seqlen_q, problem.seqlen_kv,
+      problem.batch, problem.heads_q, problem.head_dim, "2⁻¹⁶", "2⁻⁷");
+  for (DType dtype : kDTypes) {
+    progress.step(fmt::format("{} against float64", to_string(dtype)));
+    problem.dtype = dtype;
+    const AttentionData data = value_or_fail(
+        user != nullptr ? excerpt(user->data, problem.seqlen_q, problem.seqlen_kv, 1, dtype)
+                        : random_data(problem));
+    PlanOptions how;
+    how.threads = static_cast<int>(options.threads);
+    how.kernel = "forward_reference";
+    std::string kernel;
+    const Array reference = value_or_fail(output_of(problem, how, data, &kernel));
+    const double largest = largest_value(value_or_fail(convert(data.v, DType::f32, "v")));
+    how.kernel.clear();
+    double unfused_error = 0;
+    for (Pipeline pipeline : kPipelines) {
+      how.pipeline = pipeline;
+      ReportAccuracy row;
+      row.pipeline = pipeline;
+      row.dtype = dtype;
+      Result<Array> o = output_of(problem, how, data, &row.kernel);
+      if (!o && o.status().code() == StatusCode::kUnsupported) {
+        continue;
+      }
+      compare_outputs(value_or_fail(std::move(o)), reference, row);
+      const double ulps = largest * std::exp2(-22);
+      row.limit = pipeline == Pipeline::unfused
+                      ? largest * std::exp2(dtype == DType::f32 ? -16 : -7)
+                      : 1.5 * unfused_error + ulps;
+      unfused_error = pipeline == Pipeline::unfused ? row.max_abs_error : unfused_error;
+      content.accuracy.push_back(std::move(row));
+    }
+  }
+}
+
+Json table_rows(const ReportContent& content) {
+  Json rows = Json::array();
+  for (const ReportPoint& point : content.points) {
+    const CaseResult& r = point.result;
+    if (!r.refusal.empty()) {
+      continue;
+    }
+    rows.push_back(Json{{"dtype", to_string(point.problem.dtype)},
+                        {"seqlen", point.problem.seqlen_q},
+                        {"pipeline", to_string(r.pipeline)},
+                        {"predicted_time_s", number(r.at_level.time_s)},
+                        {"time_s", number(r.median_s())},
+                        {"flop_per_s", number(r.flop_per_s())},
+                        {"of bound", fmt::format("{:.0f}%", 100 * r.share_of_bound())},
+                        {"wall", r.at_level.ambiguous ? "ambiguous" : to_string(r.at_level.wall)},
+                        {"measured", to_string(r.measured.wall)},
+                        {"from", r.level.name},
+                        {"data", point.data}});
+  }
+  return rows;
+}
+
+void print(const ReportContent& content, const Json& report, const std::string& path,
+           const Context& context) {
+  Document document;
+  if (context.format == Format::json) {
+    for (const auto& [key, value] : report.items()) {
+      document.set(key, value);
+    }
+    document.set("file", path);
+    document.print(context);
+    return;
+  }
+  document.headline(fmt::format("{}; ceilings from {}", content.machine.spec.title,
+                                one_line(content.machine.source)));
+  if (context.format == Format::table) {
+    for (const auto& row : report.at("ceilings")) {
+      const std::string unit = row.at("unit").get<std::string>();
+      if (row.at("samples").get<std::int64_t>() > 0) {
+        document.headline(fmt::format(
+            "  {:<28} {:>14}{}", row.at("label").get<std::string>(),
+            with_si_prefix(row.at("value").get<double>(), unit),
+            row.at("noisy").get<bool>()
+                ? fmt::format("  (noisy: spread {:.0f}%)", 100 * row.at("spread").get<double>())
+                : ""));
+      }
+    }
+  }
+  document.set("points", table_rows(content)).rows("points");
+  document.label("points", "Predicted beside measured");
+  for (const auto& verdict : report.at("verdicts")) {
+    document.remark(fmt::format("{}: {}", verdict.at("pipeline").get<std::string>(),
+                                verdict.at("sentence").get<std::string>()));
+  }
+  for (const ReportAccuracy& row : content.accuracy) {
+    document.remark(fmt::format("{} in {} is within {:.1e} of float64 (limit {:.1e}{})",
+                                to_string(row.pipeline), to_string(row.dtype), row.max_abs_error,
+                                row.limit, row.ok() ? "" : ": OVER IT"));
+  }
+  for (const auto& alert : report.at("alerts")) {
+    document.remark(fmt::format("Note: {}", alert.get<std::string>()));
+  }
+  document.remark(fmt::format("The page: {}", one_line(path)));
+  document.print(context);
+}
+
+void report(const Options& options, Context& context) {
+  const auto start = std::chrono::steady_clock::now();
+  // Everything that can be refused is refused before the long work.
+  std::optional<UserData> user;
+  if (!options.qkv.empty()) {
+    user = read_user_data(options.qkv);
+  }
+  OutputFile file = value_or_fail(OutputFile::create(options.out));
+  ReportContent content;
+  content.shape.heads_q = 4;
+  content.shape.heads_kv = 4;
+  content.shape.head_dim = content.shape.head_dim_v = 64;
+  content.data_source = "random normal q, k, v";
+  if (user) {
+    content.shape = problem_of(user->data);
+    content.data_source =
+        fmt::format("q, k, v of {} {}", user->name, shape_text(user->data.q.shape));
+    // What the kernels cannot take is refused here, by the plan's own words.
+    value_or_fail(plan(content.shape, Device::cpu(), {}));
+  }
+  content.machine =
+      this_machine(options.device, static_cast<int>(options.threads), options.probe, "report");
+  {
+    Progress progress("report");
+    check_accuracy(options, user ? &*user : nullptr, content, progress);
+    time_points(options, user ? &*user : nullptr, content, progress);
+  }
+  content.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const Json json = report_json(content);
+  const std::string page = report_html(json);
+  check(file.write(page.data(), page.size()));
+  check(file.commit());
+  print(content, json, options.out, context);
+  for (const ReportAccuracy& row : content.accuracy) {
+    if (!row.ok()) {
+      context.exit = Exit::check_failed;
+    }
+  }
+}
+
+}  // namespace
+
+void add_report(CLI::App& app, Context& context) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "report", "probe this machine, run the three pipelines, write one page with rooflines");
+  command->footer(
+      examples({{"rafter report", "report.html, on random data, in under two minutes"},
+                {"rafter report --qkv qkv.safetensors", "on your own q, k, v"},
+                {"rafter report --quick --out /tmp/r.html", "fewer lengths, shorter samples"}}));
+  add_text(*command, "--out", options->out, "where the page goes", "FILE.html");
+  add_text(*command, "--qkv", options->qkv,
+           "tensors q, k, v [batch, seqlen, heads, head_dim] in place of random ones",
+           "FILE.safetensors");
+  add_switch(*command, "--quick", options->quick, "lengths up to 1024, shorter samples");
+  add_switch(*command, "--probe", options->probe,
+             "probe anew, even when this machine's probe file is a day old or less");
+  add_text(*command, "--device", options->device,
+           "this machine's ceilings from a file (default: its probe file, else a quick probe)",
+           "FILE.json");
+  add_length(*command, "--threads", options->threads, "threads (0: all cores)", {0, 4096});
+  add_format(*command, context);
+  command->callback([options, &context] { report(*options, context); });
+}
+
+}  // namespace rafter::cli

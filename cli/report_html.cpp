@@ -1,0 +1,62 @@
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "cli/report_data.h"
+
+namespace rafter::cli {
+
+// Generated from cli/report and Chart.js.
+std::span<const std::pair<std::string_view, std::string_view>> embedded_report_files();
+
+namespace {
+
+/// JSON that may stand inside a script element: nothing in it can end the element or start markup.
+std::string script_json(const Json& json) {
+  const std::string text = json.dump(-1, ' ', true, Json::error_handler_t::replace);
+  std::string safe;
+  safe.reserve(text.size());
+  for (char c : text) {  // inside JSON these three only occur in strings
+    switch (c) {
+      case '<':
+        safe += "\\u003c";
+        break;
+      case '>':
+        safe += "\\u003e";
+        break;
+      case '&':
+        safe += "\\u0026";
+        break;
+      default:
+        safe += c;
+    }
+  }
+  return safe;
+}
+
+std::string_view embedded(std::string_view name) {
+  for (const auto& [file, contents] : embedded_report_files()) {
+    if (file == name) {
+      return contents;
+    }
+  }
+  fail(Exit::bad_input, std::string(name), "is missing from this build's report files");
+}
+
+}  // namespace
+
+std::string report_html(const Json& report) {
+  std::string page;
+  std::string_view rest = embedded("template.html");
+  for (std::size_t open = rest.find("{{"); open != std::string_view::npos; open = rest.find("{{")) {
+    const std::size_t close = rest.find("}}", open);
+    const std::string_view name = rest.substr(open + 2, close - open - 2);
+    page += rest.substr(0, open);
+    page += name == "data" ? script_json(report) : std::string(embedded(name));
+    rest.remove_prefix(close + 2);
+  }
+  page += rest;
+  return page;
+}
+
+}  // namespace rafter::cli
