@@ -161,13 +161,41 @@ void compare_outputs(const Array& o, const Array& reference, ReportAccuracy& row
             worst / shape[3] % shape[2], worst % shape[3]};
 }
 
-double largest_value(const Array& values) {
+struct Norms {
+  double largest = 0;      // of the values
+  double largest_row = 0;  // Euclidean norm of a row of head_dim
+};
+Norms norms_of(const Array& values) {
   const auto* at = reinterpret_cast<const float*>(values.data.get());
-  double largest = 0;
-  for (std::int64_t i = 0; i < values.elements(); ++i) {
-    largest = std::max(largest, static_cast<double>(std::abs(at[i])));
+  const std::int64_t dim = values.shape[3];
+  Norms norms;
+  for (std::int64_t row = 0; row < values.elements() / dim; ++row) {
+    double squares = 0;
+    for (std::int64_t c = 0; c < dim; ++c) {
+      const double value = at[row * dim + c];
+      norms.largest = std::max(norms.largest, std::abs(value));
+      squares += value * value;
+    }
+    norms.largest_row = std::max(norms.largest_row, std::sqrt(squares));
   }
-  return largest;
+  return norms;
+}
+
+/// How far the unfused pipeline may be from exact arithmetic by rounding alone. Its scores land in
+/// the dtype (unit roundoff u) after a product of head_dim terms in f32 (ε = 2⁻²⁴), so a score is
+/// off by at most (u + head_dim·ε)·|s|, with |s| ≤ softmax_scale·max‖q‖·max‖k‖ (Cauchy-Schwarz);
+/// that shifts numerator and denominator of the softmax. Its probabilities land in the dtype, and a
+/// sum of seqlen_kv terms in f32 follows. To first order, times the largest |v|.
+double rounding_bound(const AttentionData& data, DType dtype) {
+  const Norms q = norms_of(value_or_fail(convert(data.q, DType::f32, "q")));
+  const Norms k = norms_of(value_or_fail(convert(data.k, DType::f32, "k")));
+  const Norms v = norms_of(value_or_fail(convert(data.v, DType::f32, "v")));
+  const auto head_dim = static_cast<double>(data.q.shape[3]);
+  const auto keys = static_cast<double>(data.k.shape[1]);
+  const double epsilon = std::exp2(-24), u = dtype == DType::f32 ? epsilon : std::exp2(-9);
+  const double score = q.largest_row * k.largest_row / std::sqrt(head_dim);
+  const double shift = std::expm1(2 * (u + head_dim * epsilon) * score);
+  return v.largest * (shift + 2 * u + keys * epsilon);
 }
 
 Result<Array> output_of(const AttentionProblem& problem, const PlanOptions& options,
@@ -197,11 +225,13 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
     problem.seqlen_q /= 2;
   }
   content.accuracy_note = fmt::format(
-      "On {}: {} queries, {} keys, batch {}, {} heads, head_dim {}; o written in f32, rounded "
-      "inputs the same for all. Limit of the unfused pipeline: {} of the largest |v| in f32, {} in "
-      "bf16; of the others 1.5 times the unfused pipeline's own error, and 2 ulp of f32.",
+      "On {}: {} queries, {} keys, batch {}, {} heads, head_dim {}; inputs rounded to the dtype "
+      "for "
+      "all alike, o written in f32. Limit of the unfused pipeline: what rounding its scores, "
+      "probabilities and sums may do to these inputs; of the others: 1.5 times the unfused "
+      "pipeline's own error, and 2 ulp of f32.",
       user != nullptr ? user->name : "random data", problem.seqlen_q, problem.seqlen_kv,
-      problem.batch, problem.heads_q, problem.head_dim, "2⁻¹⁶", "2⁻⁷");
+      problem.batch, problem.heads_q, problem.head_dim);
   for (DType dtype : kDTypes) {
     progress.step(fmt::format("{} against float64", to_string(dtype)));
     problem.dtype = dtype;
@@ -213,7 +243,9 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
     how.kernel = "forward_reference";
     std::string kernel;
     const Array reference = value_or_fail(output_of(problem, how, data, &kernel));
-    const double largest = largest_value(value_or_fail(convert(data.v, DType::f32, "v")));
+    const double bound = rounding_bound(data, dtype);
+    const double ulps =
+        2 * std::exp2(-23) * norms_of(value_or_fail(convert(data.v, DType::f32, "v"))).largest;
     how.kernel.clear();
     double unfused_error = 0;
     for (Pipeline pipeline : kPipelines) {
@@ -226,10 +258,7 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
         continue;
       }
       compare_outputs(value_or_fail(std::move(o)), reference, row);
-      const double ulps = largest * std::exp2(-22);
-      row.limit = pipeline == Pipeline::unfused
-                      ? largest * std::exp2(dtype == DType::f32 ? -16 : -7)
-                      : 1.5 * unfused_error + ulps;
+      row.limit = pipeline == Pipeline::unfused ? bound : 1.5 * unfused_error + ulps;
       unfused_error = pipeline == Pipeline::unfused ? row.max_abs_error : unfused_error;
       content.accuracy.push_back(std::move(row));
     }

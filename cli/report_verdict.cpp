@@ -41,11 +41,20 @@ const ReportPoint* beside(const ReportPoint& point, Pipeline pipeline,
   return found == points.end() ? nullptr : &*found;
 }
 
+// "l3" → "L3".
+std::string level_text(std::string name) {
+  if (name.starts_with('l')) {
+    name[0] = 'L';
+  }
+  return name;
+}
+
 std::string model_clause(const CaseResult& r) {
   const Prediction& p = r.at_level;
   const std::string work = fmt::format("{} for {}", with_si_prefix(r.cost.bytes, "B"),
                                        with_si_prefix(r.cost.flops, "FLOP"));
-  const std::string where = r.cache_resident ? fmt::format(" of {}", r.level.name) : "";
+  const std::string where =
+      r.cache_resident ? fmt::format(" of the {}", level_text(r.level.name)) : "";
   switch (p.wall) {
     case Wall::bandwidth:
       return fmt::format(

@@ -33,10 +33,11 @@
     let group;
     const body = rows.map((row) => {
       const next = groupOf ? groupOf(row) : undefined;
-      const tr = el('tr', {class: groupOf && next !== group ? 'group' : ''});
+      const first = groupOf && next !== group;
+      const tr = el('tr', {class: first ? 'group' : groupOf ? 'in-group' : ''});
       group = next;
       for (const c of columns) {
-        const content = c.cell(row);
+        const content = c.once && !first ? el('span', {class: 'repeat'}, c.cell(row)) : c.cell(row);
         tr.append(el(c.th ? 'th' : 'td', {class: [c.numeric && 'n', c.why && 'why', c.odd && c.odd(row) && 'odd']
           .filter(Boolean).join(' '), scope: c.th ? 'row' : ''}, content));
       }
@@ -48,7 +49,7 @@
   const count = (n) => n.toLocaleString('en-US');
 
   // ---- head
-  $('title').textContent = `Which wall does attention meet on this machine? ${data.machine.title}`;
+  $('title').textContent = `Which wall does attention meet on ${data.machine.title}?`;
   $('subtitle').textContent = data.subtitle;
   document.title = `Rafter report: ${data.machine.title}`;
   const wrong = RafterModel.check(data.model_check);
@@ -73,19 +74,19 @@
   // ---- measured points
   const points = data.points.filter((p) => !p.refusal);
   table($('points'), [
-    {head: 'dtype', cell: (p) => p.dtype},
-    {head: 'length', numeric: true, cell: (p) => count(p.seqlen)},
+    {head: 'dtype', once: true, cell: (p) => p.dtype},
+    {head: 'length', numeric: true, once: true, cell: (p) => count(p.seqlen)},
     {head: 'pipeline', th: true, cell: (p) => { const s = el('span', {}, mark(p.pipeline), p.pipeline); return s; }},
     {head: 'predicted', numeric: true, cell: (p) => si(p.predicted_s, 's')},
     {head: 'measured', numeric: true, cell: (p) => si(p.median_s, 's')},
-    {head: '± half 10–90%', numeric: true, cell: (p) => percent((p.p90_s - p.p10_s) / 2 / p.median_s)},
+    {head: '10–90%', numeric: true, cell: (p) => '±' + percent((p.p90_s - p.p10_s) / 2 / p.median_s)},
     {head: 'rate', numeric: true, cell: (p) => si(p.flop_per_s, 'FLOP/s')},
     {head: 'of bound', numeric: true, cell: (p) => percent(p.share_of_bound), odd: (p) => p.share_of_bound > 1.02},
     {head: 'wall, model', cell: (p) => p.wall_predicted},
     {head: 'wall, measured', cell: (p) => p.wall_measured},
     {head: 'bytes (modelled)', numeric: true, cell: (p) => si(p.bytes, 'B')},
-    {head: 'from', cell: (p) => p.level},
-    {head: 'data', cell: (p) => p.data},
+    {head: 'from', cell: (p) => p.level.replace('l', 'L')},
+    {head: 'data', once: true, cell: (p) => p.data},
   ], points, (p) => `${p.dtype}/${p.seqlen}`);
   $('points-note').textContent = data.points_note;
 
@@ -102,8 +103,9 @@
         {...base, y: p.flops / p.predicted_s, cap: p.time_dispatch_s > 0 ? p.flops / p.time_dispatch_s : 0,
           measured: false},
         {...base, y: p.flop_per_s, low: p.flops / p.p90_s, high: p.flops / p.p10_s, measured: true,
-          label: p.pipeline === 'fused' && isEnd ? count(p.seqlen)
-            : p.seqlen === Math.max(...ends) && p.pipeline !== 'fused' ? p.pipeline : ''},
+          label: p.pipeline !== 'fused' ? (p.seqlen === Math.max(...ends) ? p.pipeline : '')
+            : !isEnd ? '' : p.seqlen === Math.max(...ends) ? `fused, ${count(p.seqlen)}` : count(p.seqlen),
+          side: {'unfused': 'left', 'half-fused': 'right'}[p.pipeline]},
       ];
     });
   }
@@ -133,13 +135,13 @@
       button.addEventListener('click', () => { shown = dtype; showRoofline(); });
       return button;
     }));
-    $('legend').append(...PIPELINES.flatMap((p) => [el('li', {}, mark(p, true), `${p}, modelled`), el('li', {}, mark(p), 'measured')]));
+    $('legend').append(...PIPELINES.map((p) => el('li', {}, mark(p, true), mark(p), p)), el('li', {}, 'hollow: modelled, filled: measured'));
     showRoofline();
   }
 
   // ---- accuracy
   table($('accuracy'), [
-    {head: 'dtype', cell: (a) => a.dtype},
+    {head: 'dtype', once: true, cell: (a) => a.dtype},
     {head: 'pipeline', th: true, cell: (a) => el('span', {}, mark(a.pipeline), a.pipeline)},
     {head: 'largest error', numeric: true, cell: (a) => a.max_abs_error.toExponential(2)},
     {head: 'limit', numeric: true, cell: (a) => a.limit.toExponential(2)},
@@ -198,7 +200,8 @@
       return;
     }
     const list = rows.map((r) => ({pipeline: r.pipeline, x: r.cost.intensity, y: r.cost.flops / r.p.seconds, measured: false,
-      cap: r.p.dispatch > 0 ? r.cost.flops / r.p.dispatch : 0, label: r.pipeline, source: r}));
+      cap: r.p.dispatch > 0 ? r.cost.flops / r.p.dispatch : 0, label: r.pipeline,
+      side: {'unfused': 'left', 'half-fused': 'below', 'fused': 'above'}[r.pipeline], source: r}));
     const text = (point) => `${point.source.pipeline}: ${si(point.source.p.seconds, 's')}, ${si(point.y, 'FLOP/s')}`;
     modelChart = drawRoofline($('model-roofline'), modelChart, rooflineSpec(device.figures, dtype, list), text);
     $('model-roofline').setAttribute('aria-label', `Roofline of ${device.title}, ${dtype}. ${list.map(text).join('; ')}.`);

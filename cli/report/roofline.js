@@ -45,7 +45,10 @@ function rooflineSpec(figures, dtype, points) {
     const rate = figures[`bandwidth_${level}_bytes_per_s`];
     if (rate > 0) roofs.push({label: `${level.toUpperCase()} ${si(rate, 'B/s')}`, bandwidth: rate});
   }
-  return {xmin, xmax, ymin: bottom, ymax: top, roofs, points,
+  const cache = ['l3', 'l2'].map((level) => [level.toUpperCase(), figures[`bandwidth_${level}_bytes_per_s`]])
+    .find(([, rate]) => rate > bandwidth);
+  const near = cache && {x: peak / cache[1], label: `from ${cache[0]}`};
+  return {xmin, xmax, ymin: bottom, ymax: top, roofs, points, near,
     ridge: {x: peak / bandwidth, y: peak, label: `ridge ${plain(peak / bandwidth)} FLOP/B`}};
 }
 
@@ -95,6 +98,19 @@ const rooflinePlugin = {
         }
       }
     }
+    if (spec.near) {  // what sits in a cache meets the compute roof left of the ridge too
+      ctx.setLineDash([3, 4]);
+      ctx.lineWidth = 1;
+      ctx.beginPath();
+      ctx.moveTo(x.getPixelForValue(Math.max(spec.xmin, spec.near.x)), y.getPixelForValue(peakMain));
+      ctx.lineTo(x.getPixelForValue(spec.ridge.x), y.getPixelForValue(peakMain));
+      ctx.stroke();
+      const start = x.getPixelForValue(Math.max(spec.xmin, spec.near.x));
+      if (x.getPixelForValue(spec.ridge.x) - start > ctx.measureText(spec.near.label).width + 16) {
+        ctx.textAlign = 'left';
+        ctx.fillText(spec.near.label, start + 6, y.getPixelForValue(peakMain) + 15);
+      }
+    }
     ctx.setLineDash([2, 4]);
     ctx.lineWidth = 1;
     ctx.beginPath();
@@ -132,7 +148,14 @@ const rooflinePlugin = {
         ctx.lineTo(px + 7, y.getPixelForValue(point.cap));
         ctx.stroke();
       }
-      if (point.label) ctx.fillText(point.label, px, py + (point.above ? -14 : 22));
+      if (point.label) {
+        const width = ctx.measureText(point.label).width;
+        const side = point.side === 'left' && px - 12 - width < area.left ? 'below' : point.side;
+        const beside = {left: -12, right: 12}[side] || 0;
+        ctx.textAlign = beside < 0 ? 'right' : beside > 0 ? 'left' : 'center';
+        const at = beside ? px + beside : Math.min(Math.max(px, area.left + width / 2), area.right - width / 2);
+        ctx.fillText(point.label, at, py + (beside ? 4 : side === 'above' ? -14 : 24));
+      }
     }
     ctx.restore();
   },
@@ -155,18 +178,20 @@ function rooflineDatasets(points) {
   return sets;
 }
 
-// Ticks at powers of ten (of 100 where there are many) with SI prefixes.
+// Ticks at powers of ten; at 2 and 5 times them too on a short axis, at every other on a long one.
 function logAxis(title, min, max, format) {
-  const many = Math.log10(max / min) > 7;
+  const decades = Math.log10(max / min);
+  const steps = decades < 2.5 ? [1, 2, 5] : [1];
+  const values = [];
+  for (let t = decade(min); t <= max; t *= 10) {
+    if (decades > 7 && Math.round(Math.log10(t)) % 2) continue;
+    for (const step of steps) if (step * t >= min && step * t <= max) values.push(step * t);
+  }
   return {
     type: 'logarithmic', min, max, title: {display: true, text: title, color: cssColour('quiet')},
     grid: {color: cssColour('line'), borderColor: cssColour('quiet'), drawTicks: false},
-    ticks: {color: cssColour('quiet'), padding: 6, maxRotation: 0, autoSkip: false,
-      callback: (v) => Math.abs(v / decade(v) - 1) < 1e-6 && !(many && Math.round(Math.log10(v)) % 2) ? format(v) : ''},
-    afterBuildTicks(axis) {
-      axis.ticks = [];
-      for (let t = decade(min); t <= max; t *= 10) if (t >= min) axis.ticks.push({value: t});
-    },
+    ticks: {color: cssColour('quiet'), padding: 6, maxRotation: 0, autoSkip: false, callback: format},
+    afterBuildTicks(axis) { axis.ticks = values.map((value) => ({value})); },
   };
 }
 
@@ -179,8 +204,8 @@ function drawRoofline(canvas, before, spec, describe) {
     options: {
       animation: false, responsive: true, maintainAspectRatio: false, rafter: spec,
       scales: {
-        x: logAxis('intensity, FLOP/B', spec.xmin, spec.xmax, (v) => v.toLocaleString('en-US')),
-        y: logAxis('rate, FLOP/s', spec.ymin, spec.ymax, (v) => si(v, '').replace('.00', '').replace('.0', '')),
+        x: logAxis('intensity, FLOP/B', spec.xmin, spec.xmax, (v) => plain(v)),
+        y: logAxis('rate, FLOP/s', spec.ymin, spec.ymax, (v) => si(v, '').replace(/\.0+(?=\D)/, '')),
       },
       plugins: {legend: {display: false},
         tooltip: {displayColors: false, callbacks: {label: (item) => describe(item.raw)}}},

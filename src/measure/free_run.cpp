@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
+#include <limits>
 
 namespace rafter::measure {
 namespace {
@@ -72,26 +74,26 @@ double rate_within(const std::vector<Sample>& samples, double start, double end)
 
 using ThreadSamples = std::vector<std::vector<Sample>>;
 
+// As many sums as the thread with the fewest samples has; the others' are taken evenly spaced, so
+// that the sums stay spread over the whole run.
 FreeRun sum_by_index(const ThreadSamples& all, bool only_clean) {
+  std::vector<std::vector<Sample>> kept(all.size());
+  std::size_t count = std::numeric_limits<std::size_t>::max();
+  for (std::size_t t = 0; t < all.size(); ++t) {
+    std::copy_if(all[t].begin(), all[t].end(), std::back_inserter(kept[t]),
+                 [&](const Sample& sample) { return sample.clean || !only_clean; });
+    count = std::min(count, kept[t].size());
+  }
   FreeRun run;
-  std::vector<std::size_t> at(all.size(), 0);
-  for (;;) {
+  for (std::size_t i = 0; i < count; ++i) {
     double total = 0;
-    for (std::size_t t = 0; t < all.size(); ++t) {
-      while (at[t] < all[t].size() && only_clean && !all[t][at[t]].clean) {
-        ++at[t];
-      }
-      if (at[t] == all[t].size()) {
-        return run;
-      }
-      total += all[t][at[t]].rate;
+    for (const std::vector<Sample>& samples : kept) {
+      total += samples[i * samples.size() / count].rate;
     }
     run.rates.push_back(total);
-    run.starts.push_back(all[0][at[0]].start - all[0][0].start);
-    for (std::size_t& i : at) {
-      ++i;
-    }
+    run.starts.push_back(kept[0][i * kept[0].size() / count].start - all[0][0].start);
   }
+  return run;
 }
 
 FreeRun sum_by_time(const ThreadSamples& all) {

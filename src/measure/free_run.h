@@ -25,8 +25,8 @@ enum class Resource : std::uint8_t { own, shared };
 /// `samples` of each or `limit_s` is over (though never fewer than five), and keeps working until
 /// the last thread is done. A sample counts when its thread was on its core for 95% of it (thread
 /// CPU time over wall time). The rate of all threads is, for an own resource, the sum of each
-/// thread's i-th counting sample; for a shared one, a counting sample of the first thread plus what
-/// the others did in the same interval, all of it in samples that count.
+/// thread's counting samples, paired in the order of time; for a shared one, a counting sample of
+/// the first thread plus what the others did in the same interval, all of it in samples that count.
 FreeRun free_run(int threads, std::size_t samples, double sample_s, double limit_s,
                  Resource resource, const Rounds& work);
 

@@ -31,7 +31,7 @@ Result<GemmTypes> types_of(DType dtype) {
     case DType::int8:
       return GemmTypes{Type::u8, Type::s8, Type::s32};
     default:
-      return Status::unsupported("dtype", to_string(dtype), "f32, f16, bf16, int8 are");
+      return Status::unsupported("dtype", to_string(dtype), "f32, f16, bf16, int8");
   }
 }
 
@@ -104,7 +104,7 @@ Result<std::unique_ptr<Gemm>> make_gemm(std::int64_t m, std::int64_t n, std::int
     return gemm;
   } catch (const dnnl::error& error) {
     return Status::unsupported("dtype", to_string(dtype),
-                               "oneDNN has no such product on this machine; others are");
+                               "oneDNN has no such product on this machine");
   }
 }
 

@@ -43,13 +43,13 @@ double quantile(std::span<const double> sorted, double at) {
 
 Result<Statistics> statistics(std::span<const double> samples) {
   if (samples.empty()) {
-    return Status::device_error("samples", "none", "at least one accepted sample is");
+    return Status::device_error("samples", "none", "at least one is needed");
   }
   for (std::size_t i = 0; i < samples.size(); ++i) {
     if (!std::isfinite(samples[i]) || samples[i] < 0) {
       return Status::device_error("samples",
                                   std::to_string(samples[i]) + " as sample " + std::to_string(i),
-                                  "finite values from 0 up are");
+                                  "finite values from 0 up are expected");
     }
   }
   std::vector<double> sorted(samples.begin(), samples.end());
