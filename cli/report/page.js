@@ -103,7 +103,8 @@
         {...base, y: p.flops / p.predicted_s, cap: p.time_dispatch_s > 0 ? p.flops / p.time_dispatch_s : 0,
           measured: false},
         {...base, y: p.flop_per_s, low: p.flops / p.p90_s, high: p.flops / p.p10_s, measured: true,
-          label: p.pipeline !== 'fused' ? (p.seqlen === Math.max(...ends) ? p.pipeline : '')
+          label: p.pipeline !== 'fused'
+            ? (p.seqlen === (p.pipeline === 'unfused' ? Math.min(...ends) : Math.max(...ends)) ? p.pipeline : '')
             : !isEnd ? '' : p.seqlen === Math.max(...ends) ? `fused, ${count(p.seqlen)}` : count(p.seqlen),
           side: {'unfused': 'left', 'half-fused': 'right'}[p.pipeline]},
       ];

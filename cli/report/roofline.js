@@ -154,7 +154,8 @@ const rooflinePlugin = {
         const beside = {left: -12, right: 12}[side] || 0;
         ctx.textAlign = beside < 0 ? 'right' : beside > 0 ? 'left' : 'center';
         const at = beside ? px + beside : Math.min(Math.max(px, area.left + width / 2), area.right - width / 2);
-        ctx.fillText(point.label, at, py + (beside ? 4 : side === 'above' ? -14 : 24));
+        const under = point.measured ? Math.max(24, y.getPixelForValue(point.low) - py + 16) : 24;
+        ctx.fillText(point.label, at, py + (beside ? 4 : side === 'above' ? -14 : under));
       }
     }
     ctx.restore();
