@@ -65,6 +65,11 @@ void add_common(CLI::App& command, Common& common, Context& context) {
   add_format(command, context);
 }
 
+/// Read before anything is measured, so that a bad file is refused at once.
+Baseline baseline_of(const Common& common) {
+  return common.baseline.empty() ? Baseline{} : value_or_fail(read_baseline(common.baseline));
+}
+
 Json compare_row(const BenchRow& row, const Baseline& baseline, double threshold, bool& slower) {
   const auto found = baseline.find(row.name());
   if (found == baseline.end()) {
@@ -114,11 +119,7 @@ Json flat_row(const Json& benchmark) {
 }
 
 void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMachine& machine,
-            const Common& common, Context& context) {
-  Baseline baseline;
-  if (!common.baseline.empty()) {
-    baseline = value_or_fail(read_baseline(common.baseline));
-  }
+            const Common& common, const Baseline& baseline, Context& context) {
   bool slower = false;
   Json benchmarks = Json::array();
   std::vector<Json> records;
@@ -218,6 +219,7 @@ std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& c
 }
 
 void bench_attention(const AttentionAxes& axes, const Common& common, Context& context) {
+  const Baseline baseline = baseline_of(common);
   const ThisMachine machine =
       this_machine(common.device, static_cast<int>(common.threads), false, "bench");
   std::vector<BenchRow> rows;
@@ -257,10 +259,11 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
   if (rows.empty()) {
     fail(Exit::bad_input, "bench attention", refused.front().at("reason").get<std::string>());
   }
-  finish(rows, refused, machine, common, context);
+  finish(rows, refused, machine, common, baseline, context);
 }
 
 void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
+  const Baseline baseline = baseline_of(common);
   const ThisMachine machine =
       this_machine(common.device, static_cast<int>(common.threads), false, "bench");
   std::vector<BenchRow> rows;
@@ -305,7 +308,7 @@ void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
   if (rows.empty()) {
     fail(Exit::bad_input, "bench gemm", refused.front().at("reason").get<std::string>());
   }
-  finish(rows, refused, machine, common, context);
+  finish(rows, refused, machine, common, baseline, context);
 }
 
 void add_bench_attention(CLI::App& bench, Context& context) {

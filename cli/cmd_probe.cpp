@@ -42,6 +42,8 @@ void probe(const Options& options, Context& context) {
   if (options.device == "cuda") {
     fail(Exit::no_hardware, "--device cuda", "this build has no CUDA probe; cpu is allowed");
   }
+  const std::string path = options.out.empty() ? probe_path(Device::Kind::cpu) : options.out;
+  OutputFile file = open_probe_file(path);
   ProbeOptions how;
   how.quick = options.quick;
   how.threads = static_cast<int>(options.threads);
@@ -53,9 +55,10 @@ void probe(const Options& options, Context& context) {
   const Probe result = value_or_fail(std::move(measured));
   const bool trusted = result.distrust.empty();
   const bool keep = trusted || options.force;
-  const std::string path = options.out.empty() ? probe_path(Device::Kind::cpu) : options.out;
   if (keep) {
-    write_probe(result.spec, path);
+    const std::string json = to_json(result.spec);
+    check(file.write(json.data(), json.size()));
+    check(file.commit());
   }
 
   Document document;

@@ -101,8 +101,8 @@ std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, boo
 
 StopRule rule_of(bool quick) {
   StopRule rule;
-  rule.min_time_s = quick ? 0.03 : 0.15;
-  rule.max_time_s = quick ? 0.12 : 0.6;
+  rule.min_time_s = quick ? 0.03 : 0.12;
+  rule.max_time_s = quick ? 0.12 : 0.45;
   return rule;
 }
 

@@ -8,7 +8,6 @@
 #include <map>
 
 #include "cli/args.h"
-#include "cli/files.h"
 #include "cli/progress.h"
 
 namespace rafter::cli {
@@ -17,7 +16,7 @@ double figure_spread(const Figure& figure) {
   return figure.high > 0 ? (figure.high - figure.low) / figure.high : 0;
 }
 
-void write_probe(const DeviceSpec& spec, const std::string& path) {
+OutputFile open_probe_file(const std::string& path) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   if (!folder.empty()) {
     std::error_code error;
@@ -26,7 +25,7 @@ void write_probe(const DeviceSpec& spec, const std::string& path) {
       fail(Status::io_error(folder.string(), error.message()));
     }
   }
-  check(write_file(path, to_json(spec)));
+  return value_or_fail(OutputFile::create(path));
 }
 
 Json figure_rows(const DeviceSpec& spec, Format format) {

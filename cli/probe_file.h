@@ -5,13 +5,15 @@
 #include <string_view>
 #include <vector>
 
+#include "cli/files.h"
 #include "cli/output.h"
 #include "rafter/measure.h"
 
 namespace rafter::cli {
 
-/// Writes the spec as a device file, making its folder when that is missing.
-void write_probe(const DeviceSpec& spec, const std::string& path);
+/// The file that a probe goes to, its folder made when that is missing: opened before measuring, so
+/// that a place that cannot be written is refused at once.
+OutputFile open_probe_file(const std::string& path);
 /// One row per figure; the table has value and spread with their units, JSON and CSV SI values.
 Json figure_rows(const DeviceSpec& spec, Format format);
 /// (high − low) / high of a measured figure; 0 of others.

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "cli/report_data.h"
 
@@ -16,6 +17,15 @@ std::string with_commas(std::int64_t value) {
     digits.insert(at, ",");
   }
   return digits;
+}
+
+// Three digits: 0.0123, 16.4, 1,060.
+std::string three(double value) {
+  if (!std::isfinite(value) || std::abs(value) < 1000) {
+    return fmt::format("{:.3g}", value);
+  }
+  const double unit = std::pow(10, std::floor(std::log10(std::abs(value))) - 2);
+  return with_commas(std::llround(std::round(value / unit) * unit));
 }
 
 // The longest point of the pipeline in the first dtype that it has.
@@ -55,21 +65,27 @@ std::string model_clause(const CaseResult& r) {
                                        with_si_prefix(r.cost.flops, "FLOP"));
   const std::string where =
       r.cache_resident ? fmt::format(" of the {}", level_text(r.level.name)) : "";
+  if (p.ambiguous) {
+    return fmt::format(
+        "the model cannot tell bandwidth from arithmetic, since {} FLOP/B lies within "
+        "the error bar of the ridge, {} to {}",
+        three(p.intensity_flop_per_byte), three(p.ridge_low_flop_per_byte),
+        three(p.ridge_high_flop_per_byte));
+  }
   switch (p.wall) {
     case Wall::bandwidth:
       return fmt::format(
           "the model sets it against bandwidth{}, since it moves {}, {} FLOP/B where "
           "the ridge is {}",
-          where, work, plain_number(p.intensity_flop_per_byte),
-          plain_number(p.ridge_flop_per_byte));
+          where, work, three(p.intensity_flop_per_byte), three(p.ridge_flop_per_byte));
     case Wall::compute:
       return fmt::format(
           "the model sets it against arithmetic, since {} FLOP/B is {} times the "
           "ridge{}",
-          plain_number(p.intensity_flop_per_byte), plain_number(p.ridge_multiple), where);
+          three(p.intensity_flop_per_byte), three(p.ridge_multiple), where);
     case Wall::dispatch:
       return fmt::format("the model sets it against dispatch, since {} launches take {}",
-                         plain_number(r.cost.launches), with_si_prefix(p.time_dispatch_s, "s"));
+                         three(r.cost.launches), with_si_prefix(p.time_dispatch_s, "s"));
   }
   return {};
 }
@@ -77,7 +93,7 @@ std::string model_clause(const CaseResult& r) {
 std::string measured_clause(const CaseResult& r) {
   const std::string took = fmt::format("it takes {}, {:.0f}% of the bound's speed",
                                        with_si_prefix(r.median_s(), "s"), 100 * r.share_of_bound());
-  const std::string model = to_string(r.at_level.wall);
+  const std::string model = r.at_level.ambiguous ? "ambiguous" : to_string(r.at_level.wall);
   if (r.measured.wall == MeasuredWall::ambiguous) {
     return fmt::format("{}, too noisy or too little measured to name the wall ({})", took,
                        r.measured.reason);
@@ -85,8 +101,8 @@ std::string measured_clause(const CaseResult& r) {
   if (to_string(r.measured.wall) == model) {
     return fmt::format("{}, and the clock agrees", took);
   }
-  return fmt::format("{}, but the clock says {} ({})", took, to_string(r.measured.wall),
-                     r.measured.reason);
+  return fmt::format("{}, {} the clock says {} ({})", took, r.at_level.ambiguous ? "and" : "but",
+                     to_string(r.measured.wall), r.measured.reason);
 }
 
 std::string remedy(const ReportPoint& point, const std::vector<ReportPoint>& points) {
@@ -102,12 +118,11 @@ std::string remedy(const ReportPoint& point, const std::vector<ReportPoint>& poi
     return quicker > 1 ? fmt::format(
                              "keeping the scores on chip would move it: the fused pipeline "
                              "moves {} times fewer bytes and is {} times as quick here",
-                             plain_number(std::round(fewer * 10) / 10),
-                             plain_number(std::round(quicker * 10) / 10))
+                             three(fewer), fmt::format("{:.1f}", quicker))
                        : fmt::format(
                              "fusing would cut its bytes {} times, yet the fused kernel is "
                              "not the quicker one here",
-                             plain_number(std::round(fewer * 10) / 10));
+                             three(fewer));
   }
   if (r.at_level.wall == Wall::bandwidth) {
     return "longer sequences or fewer KV heads would move it";
