@@ -1,4 +1,4 @@
-// One plain sentence per pipeline: which wall, by the model and by the clock, and what would move
+// One plain sentence per pipeline: which wall, by the model and by measurement, and what would move
 // it.
 #include <fmt/format.h>
 
@@ -99,10 +99,11 @@ std::string measured_clause(const CaseResult& r) {
                        r.measured.reason);
   }
   if (to_string(r.measured.wall) == model) {
-    return fmt::format("{}, and the clock agrees", took);
+    return fmt::format("{}, and the measurement agrees", took);
   }
-  return fmt::format("{}, {} the clock says {} ({})", took, r.at_level.ambiguous ? "and" : "but",
-                     to_string(r.measured.wall), r.measured.reason);
+  return fmt::format("{}, {} the measurement says {} ({})", took,
+                     r.at_level.ambiguous ? "and" : "but", to_string(r.measured.wall),
+                     r.measured.reason);
 }
 
 std::string remedy(const ReportPoint& point, const std::vector<ReportPoint>& points) {
