@@ -4,12 +4,12 @@
 #include <memory>
 
 #include "cli/args.h"
-#include "cli/attention_case.h"
 #include "cli/bench_rows.h"
 #include "cli/command.h"
 #include "cli/output.h"
 #include "cli/probe_file.h"
 #include "cli/progress.h"
+#include "cli/timed_attention.h"
 #include "rafter/measure.h"
 
 namespace rafter::cli {

@@ -200,7 +200,7 @@ double rounding_bound(const AttentionData& data, DType dtype) {
 
 Result<Array> output_of(const AttentionProblem& problem, const PlanOptions& options,
                         const AttentionData& data, std::string* kernel) {
-  Result<AttentionCase> one = AttentionCase::make(problem, options, data, DType::f32);
+  Result<PreparedAttention> one = PreparedAttention::make(problem, options, data, DType::f32);
   if (!one) {
     return one.status();
   }

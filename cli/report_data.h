@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/attention_case.h"
+#include "cli/timed_attention.h"
 #include "cli/output.h"
 #include "cli/probe_file.h"
 

@@ -1,4 +1,4 @@
-#include "support/attention_case.h"
+#include "support/timed_attention.h"
 
 #include <algorithm>
 #include <cmath>

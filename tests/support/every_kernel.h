@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "support/attention_case.h"
+#include "support/timed_attention.h"
 
 namespace rafter::testing {
 

@@ -27,12 +27,12 @@ Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
 AttentionProblem problem_of(const AttentionData& data);
 
 /// A planned problem with data, output and workspace of its own.
-class AttentionCase {
+class PreparedAttention {
  public:
   /// Errors: those of plan(), and memory that this machine does not have. o has the dtype
   /// `o_dtype`, by default the problem's.
-  static Result<AttentionCase> make(const AttentionProblem& problem, const PlanOptions& options,
-                                    AttentionData data, std::optional<DType> o_dtype = {});
+  static Result<PreparedAttention> make(const AttentionProblem& problem, const PlanOptions& options,
+                                        AttentionData data, std::optional<DType> o_dtype = {});
 
   Status run() const;
   const Plan& plan() const { return *plan_; }
@@ -42,7 +42,7 @@ class AttentionCase {
   double working_set_bytes() const;
 
  private:
-  AttentionCase() = default;
+  PreparedAttention() = default;
   std::optional<Plan> plan_;
   AttentionData data_;
   Array o_, lse_, workspace_;

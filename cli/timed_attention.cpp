@@ -1,4 +1,4 @@
-#include "cli/attention_case.h"
+#include "cli/timed_attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -84,14 +84,14 @@ AttentionProblem problem_of(const AttentionData& data) {
   return p;
 }
 
-Result<AttentionCase> AttentionCase::make(const AttentionProblem& problem,
-                                          const PlanOptions& options, AttentionData data,
-                                          std::optional<DType> o_dtype) {
+Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& problem,
+                                                  const PlanOptions& options, AttentionData data,
+                                                  std::optional<DType> o_dtype) {
   Result<Plan> planned = rafter::plan(problem, Device::cpu(), options);
   if (!planned) {
     return planned.status();
   }
-  AttentionCase made;
+  PreparedAttention made;
   made.plan_.emplace(*planned);
   made.data_ = std::move(data);
   const AttentionProblem& p = made.plan_->problem();
@@ -111,7 +111,7 @@ Result<AttentionCase> AttentionCase::make(const AttentionProblem& problem,
   return made;
 }
 
-Status AttentionCase::run() const {
+Status PreparedAttention::run() const {
   const AttentionProblem& p = plan_->problem();
   return plan_->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
                         {view_of(o_), LseView::contiguous(reinterpret_cast<float*>(lse_.data.get()),
@@ -119,9 +119,9 @@ Status AttentionCase::run() const {
                         {workspace_.data.get(), workspace_.bytes()});
 }
 
-Result<Array> AttentionCase::output() const { return convert(o_, DType::f32, "o"); }
+Result<Array> PreparedAttention::output() const { return convert(o_, DType::f32, "o"); }
 
-double AttentionCase::working_set_bytes() const {
+double PreparedAttention::working_set_bytes() const {
   std::int64_t bytes = 0;
   for (const Array* array : {&data_.q, &data_.k, &data_.v, &o_, &lse_, &workspace_}) {
     bytes += array->bytes();
@@ -202,7 +202,7 @@ double declared_bytes(const AttentionProblem& p) {
   return (rows + keys) * dims * bytes_of(p.dtype) + 4 * rows;
 }
 
-Result<CaseResult> describe(const AttentionCase& made, const DeviceSpec& spec) {
+Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec) {
   const Plan& plan = made.plan();
   CaseResult result;
   result.kernel = plan.kernel();
@@ -225,13 +225,14 @@ Result<CaseResult> describe(const AttentionCase& made, const DeviceSpec& spec) {
 }
 
 // Adds a case to those to be timed; nothing when no kernel takes it or memory does not hold it.
-std::optional<std::size_t> add_case(std::vector<AttentionCase>& cases,
+std::optional<std::size_t> add_case(std::vector<PreparedAttention>& cases,
                                     const AttentionProblem& problem, const PlanOptions& options,
                                     Result<AttentionData> data) {
   if (!data) {
     return std::nullopt;
   }
-  Result<AttentionCase> made = AttentionCase::make(problem, options, std::move(data).value());
+  Result<PreparedAttention> made =
+      PreparedAttention::make(problem, options, std::move(data).value());
   if (!made) {
     return std::nullopt;
   }
@@ -239,7 +240,7 @@ std::optional<std::size_t> add_case(std::vector<AttentionCase>& cases,
   return cases.size() - 1;
 }
 
-void add_evidence(std::vector<AttentionCase>& cases, const TimedCase& timed, Prepared& prepared,
+void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed, Prepared& prepared,
                   CaseResult& result) {
   PlanOptions same = timed.options;
   same.kernel = result.kernel;  // the same code, whatever the chooser would take for that shape
@@ -261,10 +262,10 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
                                            const TimingOptions& options) {
   std::vector<CaseResult> results(timed.size());
   std::vector<Prepared> prepared;
-  std::vector<AttentionCase> cases;
+  std::vector<PreparedAttention> cases;
   for (std::size_t i = 0; i < timed.size(); ++i) {
-    Result<AttentionCase> made =
-        AttentionCase::make(timed[i].problem, timed[i].options, timed[i].data);
+    Result<PreparedAttention> made =
+        PreparedAttention::make(timed[i].problem, timed[i].options, timed[i].data);
     if (!made) {
       if (made.status().code() != StatusCode::kUnsupported) {
         return made.status();
@@ -286,7 +287,7 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
     prepared.push_back(entry);
   }
   std::vector<Work> work;
-  for (const AttentionCase& one : cases) {
+  for (const PreparedAttention& one : cases) {
     work.emplace_back([&one] { return one.run(); });
   }
   const Result<std::vector<Timing>> timings = time_alternating(work, options.rule);
