@@ -522,7 +522,8 @@ struct ModelBudget {
   double weights_time_s = 0;  // reading the weights: the floor of a decode step
   double launches = 0, launches_per_layer = 0;
   double dispatch_time_s = 0;    // NaN when the device has no launch cost and none was given
-  double dispatch_fraction = 0;  // of the step without overlap: dispatch / (dispatch + device)
+  double dispatch_fraction = 0;  // of the step without overlap: dispatch / (dispatch + device); NaN
+                                 // as dispatch_time_s
   std::string dispatch_reason;
   double attention_share = 0;       // of the FLOPs
   double attention_time_share = 0;  // of the kernels' time
@@ -543,7 +544,8 @@ struct ModelBudget {
 Result<ModelBudget> model_budget(const ModelStep& step, const DeviceSpec& device,
                                  const Convention& convention = {});
 
-/// Lengths at which attention takes over.
+/// Lengths (real) at which attention takes over, the head counted at every position; +∞ when a
+/// sliding window keeps it from ever doing so.
 struct ModelLengths {
   double attention_equals_gemm_seqlen = 0;        // attention FLOPs = all GEMM FLOPs
   double attention_equals_layer_gemm_seqlen = 0;  // = a layer's GEMM FLOPs (no embedding, no head)

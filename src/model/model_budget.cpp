@@ -110,10 +110,13 @@ Gemms gemms_of(const Step& step) {
   return g;
 }
 
+Mask model_mask(const ModelConfig& m, bool causal) {
+  return {m.sliding_window > 0 ? m.sliding_window - 1 : -1, causal ? 0 : -1,
+          MaskAlign::bottom_right};
+}
+
 Mask prefill_mask(const Step& step) {
-  const std::int64_t window = step.request.model.sliding_window;
-  const bool causal = step.request.causal.value_or(step.convention.causal);
-  return {window > 0 ? window - 1 : -1, causal ? 0 : -1, MaskAlign::bottom_right};
+  return model_mask(step.request.model, step.request.causal.value_or(step.convention.causal));
 }
 
 struct Attention {
@@ -264,7 +267,7 @@ ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   b.dispatch_time_s = dispatch.seconds;
   b.dispatch_reason = dispatch.reason;
   b.time_s = total_seconds(step, b.device_time_s, dispatch.seconds);
-  b.dispatch_fraction = known(dispatch.seconds) / (known(dispatch.seconds) + b.device_time_s);
+  b.dispatch_fraction = dispatch.seconds / (dispatch.seconds + b.device_time_s);
 
   const double unfused_device = b.device_time_s - b.attention_time_s + unfused.work.seconds;
   const model::Dispatch unfused_dispatch = step_dispatch(step, launches_with(unfused), device);
@@ -401,21 +404,29 @@ Result<ModelLengths> model_lengths(const ModelConfig& m, const Convention& conve
   if (!params) {
     return params.status();
   }
-  // Attention per query head: f2·S² + f1·S FLOPs, from one pair alone under the mask.
-  const bool exact = convention.causal && convention.causal_pairs == CausalPairs::exact;
-  const double p2 = convention.causal ? 0.5 : 1, p1 = exact ? 0.5 : 0;
-  if (m.sliding_window > 0) {
-    return Status::unsupported("sliding_window", std::to_string(m.sliding_window), "0 (none)");
+  const double per_pair =
+      4 * static_cast<double>(m.head_dim) + convention.softmax_flops_per_element;
+  const double heads = static_cast<double>(m.heads_q);
+  const Mask mask = model_mask(m, convention.causal);
+  if (Status s = model::check_mask(mask, convention); !s) {
+    return s;
   }
-  const double pair = static_cast<double>(m.heads_q) *
-                      (4 * static_cast<double>(m.head_dim) + convention.softmax_flops_per_element);
-  const double layers = static_cast<double>(m.num_layers);
-  const double weights = convention.gemm_flops == GemmFlops::all_params || convention.n_params
-                             ? params->total
-                             : params->matmul;
+  const model::AttentionShape shape = model::attention_shape(m, m.dtype, 1);
+  // Attention grows with the pairs, products with the tokens: where pairs per token reach what the
+  // products cost per token. A window bounds the pairs, so that it may never come.
+  const auto meets = [&](double flops_per_token) {
+    const auto reached = [&](double seqlen) {
+      const double pairs = model::totals_of(shape, seqlen, seqlen, mask, convention).pairs;
+      return pairs / seqlen * heads * per_pair >= flops_per_token;
+    };
+    return model::smallest_real(reached, 1, static_cast<double>(model::kMaxLength))
+        .value_or(HUGE_VAL);
+  };
+  const bool all = convention.gemm_flops == GemmFlops::all_params || convention.n_params;
+  const double weights = all ? params->total : params->matmul;
   ModelLengths lengths;
-  lengths.attention_equals_gemm_seqlen = (2 * weights / (layers * pair) - p1) / p2;
-  lengths.attention_equals_layer_gemm_seqlen = (2 * params->layer_matmul / pair - p1) / p2;
+  lengths.attention_equals_gemm_seqlen = meets(2 * weights / static_cast<double>(m.num_layers));
+  lengths.attention_equals_layer_gemm_seqlen = meets(2 * params->layer_matmul);
   return lengths;
 }
 

@@ -207,6 +207,7 @@ TEST(ModelBudget, ASlidingWindowBoundsTheCacheAndTheScores) {
 TEST(ModelBudget, AnUnknownLaunchCostIsNotZero) {
   const ModelBudget b = must(model_budget(decode(10), *find_device("device-r")));
   EXPECT_TRUE(std::isnan(b.dispatch_time_s));
+  EXPECT_TRUE(std::isnan(b.dispatch_fraction));
   EXPECT_THAT(b.dispatch_reason, testing::HasSubstr("launch_s"));
   EXPECT_EQ(b.time_s, b.device_time_s);
 }
@@ -239,6 +240,13 @@ TEST(ModelLengths, AreWhereTheFlopsMeet) {
   step.all_logits = true;
   const ModelBudget b = must(model_budget(step, *find_device("h200"), c));
   EXPECT_NEAR(b.attention_flops / b.gemm_flops, 1, 1e-4);
+
+  ModelConfig windowed = m;
+  windowed.sliding_window = 4096;
+  EXPECT_EQ(must(model_lengths(windowed, c)).attention_equals_gemm_seqlen, HUGE_VAL);
+  windowed.sliding_window = 1'000'000;
+  EXPECT_NEAR(must(model_lengths(windowed, c)).attention_equals_gemm_seqlen,
+              lengths.attention_equals_gemm_seqlen, 1e-6);
 }
 
 TEST(SeqlenForGain, IsWhereTheBudgetReachesTheGain) {
