@@ -1,0 +1,221 @@
+// forward_sm90: the host side of the fused forward kernel for sm_90a.
+#include "kernels/cuda/forward_sm90.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <span>
+#include <string>
+
+#include "dispatch/kernel_entry.h"
+#include "hw/cuda/tensor_map.h"
+#include "tiles/tile_order.h"
+
+namespace rafter {
+namespace {
+
+using tiles::kSm90ForwardRowCount;
+using tiles::kSm90ForwardRows;
+
+constexpr std::int64_t kCounterBytes = 64;
+// K and V of the heads in flight; the L2 of an H200 has 50 MiB, of which O and Q pass through some.
+constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20;
+
+using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
+constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
+    {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
+     cuda::launch_forward_sm90<DType::bf16, 2>},
+    {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
+     cuda::launch_forward_sm90<DType::f16, 2>},
+}};
+
+Acceptance machine_has() {
+  std::string reason = cuda::why_not_sm90();
+  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+}
+
+std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+int row_of(const AttentionProblem& p) {
+  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v);
+}
+
+/// Query tiles of the problem, at most.
+std::int64_t tiles_of(const AttentionProblem& p) {
+  const std::int64_t tile_q = kSm90ForwardRows[row_of(p)].tile_q();
+  const std::int64_t blocks = p.layout == Layout::packed ? div_up(p.total_q, tile_q) + p.batch
+                                                         : p.batch * div_up(p.seqlen_q, tile_q);
+  return blocks * p.heads_q;
+}
+
+Acceptance accepts(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
+    return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
+  }
+  if (p.layout == Layout::paged) {
+    return Acceptance::refuse("layout paged is not among dense, packed");
+  }
+  if (problem.splits > 1) {
+    return Acceptance::refuse(fmt::format("splits {}: it does not split the keys", problem.splits));
+  }
+  const std::pair<const char*, std::int64_t> head_dims[] = {{"head_dim", p.head_dim},
+                                                            {"head_dim_v", p.head_dim_v}};
+  for (const auto& [name, value] : head_dims) {
+    if (value % 8 != 0) {
+      return Acceptance::refuse(fmt::format("{} {} is not a multiple of 8", name, value));
+    }
+  }
+  if (row_of(p) < 0) {
+    return Acceptance::refuse(
+        fmt::format("head_dim {}, head_dim_v {} is beyond 256", p.head_dim, p.head_dim_v));
+  }
+  const std::int64_t longest =
+      std::max({p.seqlen_q, p.seqlen_kv, p.total_q, p.total_kv, p.heads_q, p.batch});
+  if (longest >= cuda::kMaxLength || tiles_of(p) >= cuda::kMaxLength) {
+    return Acceptance::refuse("more than 2^29 rows or query tiles");
+  }
+  return Acceptance::accept();
+}
+
+/// Query tiles differ in work or their number is only known on the device: CTAs draw them.
+bool draws_tiles(const AttentionProblem& p) {
+  return !p.mask.is_none() || p.layout == Layout::packed || p.seqused_kv;
+}
+
+std::int64_t workspace(const KernelProblem& problem) {
+  return draws_tiles(problem.attention) ? kCounterBytes : 0;
+}
+
+double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+  return predicted_seconds(problem, Pipeline::fused, spec,
+                           {.compute = 0.6, .bandwidth = 0.8, .fixed_seconds = 5e-6});
+}
+
+cuda::DeviceIndices indices(const IndexView& view) { return {view.data, view.dtype == DType::i64}; }
+
+void set_scores(cuda::ForwardParams& params, float softmax_scale, float softcap) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  params.transform = softcap > 0 || !(softmax_scale > 0);
+  if (!params.transform) {
+    params.scale_log2 = softmax_scale * kLog2E;
+    return;
+  }
+  params.scale_log2 = 1;
+  params.transform_cap = softcap * kLog2E;
+  params.transform_scale =
+      softcap > 0 ? 2 * kLog2E * softmax_scale / softcap : softmax_scale * kLog2E;
+}
+
+void set_outputs(cuda::ForwardParams& params, const ForwardOutputs& out) {
+  params.o = out.o.data;
+  params.o_stride_batch = out.o.stride_batch;
+  params.o_stride_seqlen = out.o.stride_seqlen;
+  params.o_stride_heads = out.o.stride_heads;
+  params.o_is_f32 = out.o.dtype == DType::f32;
+  params.o_in_pairs = reinterpret_cast<std::uintptr_t>(out.o.data) % 4 == 0 &&
+                      out.o.stride_batch % 2 == 0 && out.o.stride_seqlen % 2 == 0 &&
+                      out.o.stride_heads % 2 == 0;
+  cuda::TensorMap o{};
+  params.o_by_copy = !params.o_is_f32 && cuda::make_tensor_map("o", out.o, 64, o).is_ok();
+  params.o_map = o.map;
+  params.o_batch_step = o.batch_step;
+  params.o_heads_step = o.heads_step;
+  params.lse = out.lse.data;
+  params.lse_stride_batch = out.lse.stride_batch;
+  params.lse_stride_heads = out.lse.stride_heads;
+  params.lse_stride_seqlen = out.lse.stride_seqlen;
+}
+
+void set_problem(cuda::ForwardParams& params, const AttentionProblem& p) {
+  const auto window = [](std::int64_t w) {
+    return static_cast<int>(std::min(w, cuda::kMaxLength));  // wider sees no more
+  };
+  params.batch = static_cast<int>(p.batch);
+  params.heads_q = static_cast<int>(p.heads_q);
+  params.group = static_cast<int>(p.heads_q / p.heads_kv);
+  params.seqlen_q = static_cast<int>(p.seqlen_q);
+  params.seqlen_kv = static_cast<int>(p.seqlen_kv);
+  params.window_left = window(p.mask.window_left);
+  params.window_right = window(p.mask.window_right);
+  params.top_left = p.mask.align == MaskAlign::top_left;
+  params.head_dim_v = static_cast<int>(p.head_dim_v);
+  const std::int64_t kv_bytes = p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2;
+  const std::int64_t heads = p.layout == Layout::packed ? p.heads_q : p.batch * p.heads_q;
+  params.section =
+      static_cast<int>(tiles::heads_in_cache(heads, params.group, kv_bytes, kCacheBytes));
+}
+
+Status set_inputs(cuda::ForwardParams& params, const ForwardInputs& in, int row) {
+  cuda::TensorMap q, k, v;
+  const int tile_kv = kSm90ForwardRows[row].tile_kv;
+  if (Status status = cuda::make_tensor_map("q", in.q, 64, q); !status) {
+    return status;
+  }
+  if (Status status = cuda::make_tensor_map("k", in.k, tile_kv, k); !status) {
+    return status;
+  }
+  if (Status status = cuda::make_tensor_map("v", in.v, tile_kv, v); !status) {
+    return status;
+  }
+  params.q = q.map;
+  params.k = k.map;
+  params.v = v.map;
+  params.q_batch_step = q.batch_step;
+  params.k_batch_step = k.batch_step;
+  params.v_batch_step = v.batch_step;
+  params.q_heads_step = q.heads_step;
+  params.k_heads_step = k.heads_step;
+  params.v_heads_step = v.heads_step;
+  params.cu_seqlens_q = indices(in.cu_seqlens_q);
+  params.cu_seqlens_kv = indices(in.cu_seqlens_kv);
+  params.seqused_kv = indices(in.seqused_kv);
+  return Status::ok();
+}
+
+Status forward(const ForwardCall& call) {
+  const AttentionProblem& p = call.problem.attention;
+  const int row = row_of(p);
+  cuda::ForwardParams params;
+  set_problem(params, p);
+  set_scores(params, *p.softmax_scale, p.softcap);
+  set_outputs(params, call.out);
+  if (Status status = set_inputs(params, call.in, row); !status) {
+    return status;
+  }
+  const Result<int> sms = cuda::sm_count();
+  if (!sms) {
+    return sms.status();
+  }
+  if (draws_tiles(p)) {
+    params.counter = static_cast<unsigned*>(call.workspace.data);
+    if (Status status = cuda::clear(params.counter, kCounterBytes, call.stream.handle); !status) {
+      return status;
+    }
+  }
+  const std::int64_t blocks = std::min<std::int64_t>(*sms, tiles_of(p));
+  return kLaunch[p.dtype == DType::f16 ? 1 : 0][row](params, static_cast<unsigned>(blocks),
+                                                     call.stream.handle);
+}
+
+}  // namespace
+
+std::span<const KernelEntry> entries_forward_sm90() {
+  static const std::array<KernelEntry, 1> kEntries = {KernelEntry{
+      .name = "forward_sm90",
+      .device = Device::Kind::cuda,
+      .pipeline = Pipeline::fused,
+      .instruction_set = "sm_90a",
+      .dtypes = {DType::bf16, DType::f16},
+      .accepts_text = "dense and packed layouts, head_dim and head_dim_v multiples of 8 up to 256, "
+                      "every mask, softcap, seqused_kv; strides multiples of 8 elements",
+      .machine_has = machine_has,
+      .accepts = accepts,
+      .seconds = seconds,
+      .workspace = workspace,
+      .forward = forward}};
+  return kEntries;
+}
+
+}  // namespace rafter

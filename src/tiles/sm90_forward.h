@@ -1,0 +1,97 @@
+// Tile shapes of the fused forward kernel for sm_90a: data, with proof that each fits an SM.
+#pragma once
+
+#include "tiles/sm90_descriptor.h"
+
+namespace rafter::tiles {
+
+/// One instantiation. `head_dim` and `head_dim_v` are what its tiles hold; smaller ones run on it,
+/// zero-filled.
+struct Sm90ForwardRow {
+  int head_dim = 0;
+  int head_dim_v = 0;
+  int warpgroups = 0;  // consumers, 64 queries each
+  int tile_kv = 0;
+  int stages = 0;  // of K and of V
+  int producer_registers = 0;
+  int consumer_registers = 0;
+  bool queries_in_registers = false;  // Q is read from shared memory once, not once per key tile
+  bool store_by_copy = false;         // O leaves through shared memory and the copy engine
+  bool ordered = true;  // warpgroups take turns at issuing matmuls; which pays was measured
+
+  constexpr int tile_q() const { return 64 * warpgroups; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int q_bytes() const { return tile_bytes(64, head_dim); }  // of one warpgroup
+  constexpr int k_bytes() const { return tile_bytes(tile_kv, head_dim); }
+  constexpr int v_bytes() const { return tile_bytes(tile_kv, head_dim_v); }
+  constexpr int o_bytes() const { return store_by_copy ? tile_bytes(64, head_dim_v) : 0; }
+  static constexpr int kControlBytes = 1024;  // barriers and tile descriptions
+  constexpr int shared_bytes() const {
+    return warpgroups * (q_bytes() + o_bytes()) + stages * (k_bytes() + v_bytes()) + kControlBytes +
+           kSwizzleGroupBytes;  // slack: dynamic shared memory is aligned to 16 bytes only
+  }
+  /// Registers of one consumer thread that hold S, P, O and, where it is so, Q.
+  constexpr int fragment_registers() const {
+    return tile_kv / 2 + tile_kv / 4 + head_dim_v / 2 + (queries_in_registers ? head_dim / 4 : 0);
+  }
+
+  constexpr bool fits() const {
+    constexpr int kSharedBytesPerBlock = 227 * 1024;  // CUDA C++ guide, compute capability 9.0
+    constexpr int kRegistersPerSm = 65536;
+    return shared_bytes() <= kSharedBytesPerBlock &&
+           128 * (producer_registers + warpgroups * consumer_registers) <= kRegistersPerSm &&
+           fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
+           producer_registers % 8 == 0 && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
+  }
+};
+
+inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
+    {.head_dim = 64,
+     .head_dim_v = 64,
+     .warpgroups = 3,
+     .tile_kv = 128,
+     .stages = 2,
+     .producer_registers = 32,
+     .consumer_registers = 160,
+     .store_by_copy = true},
+    {.head_dim = 128,
+     .head_dim_v = 128,
+     .warpgroups = 2,
+     .tile_kv = 128,
+     .stages = 2,
+     .producer_registers = 40,
+     .consumer_registers = 232,
+     .queries_in_registers = true,
+     .store_by_copy = true,
+     .ordered = false},
+    {.head_dim = 256,
+     .head_dim_v = 256,
+     .warpgroups = 2,
+     .tile_kv = 80,
+     .stages = 2,
+     .producer_registers = 40,
+     .consumer_registers = 232},
+};
+inline constexpr int kSm90ForwardRowCount = sizeof(kSm90ForwardRows) / sizeof(kSm90ForwardRows[0]);
+
+constexpr bool every_sm90_forward_row_fits() {
+  for (const Sm90ForwardRow& row : kSm90ForwardRows) {
+    if (!row.fits()) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(every_sm90_forward_row_fits());
+
+/// The first row that holds both head dimensions, or −1.
+constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v) {
+  for (int i = 0; i < kSm90ForwardRowCount; ++i) {
+    if (head_dim <= kSm90ForwardRows[i].head_dim && head_dim_v <= kSm90ForwardRows[i].head_dim_v) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+}  // namespace rafter::tiles
