@@ -235,7 +235,7 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
     options.kernel = axes.kernel;
     // A shape that no kernel could take is the user's mistake: the plan says which.
     value_or_fail(attention_cost(problem, Pipeline::fused));
-    const AttentionData data = value_or_fail(random_data(problem));
+    const Qkv data = value_or_fail(random_data(problem));
     std::vector<TimedCase> cases;
     if (!axes.kernel.empty()) {
       cases.push_back({problem, options, data});

@@ -12,8 +12,8 @@
 #include "cli/files.h"
 #include "cli/output.h"
 #include "cli/progress.h"
+#include "cli/qkv.h"
 #include "cli/report_data.h"
-#include "cli/safetensors.h"
 
 namespace rafter::cli {
 namespace {
@@ -23,42 +23,33 @@ constexpr DType kDTypes[] = {DType::f32, DType::bf16};
 
 struct Options {
   std::string out = "report.html";
-  std::string qkv;
+  QkvFlags qkv;
   std::string device;
   bool quick = false;
   bool probe = false;
   std::int64_t threads = 0;
 };
 
-/// The user's tensors, or nothing.
+/// The user's tensors and what they are called.
 struct UserData {
-  AttentionData data;
+  Qkv data;
   std::string name;
 };
 
-UserData read_user_data(const std::string& path) {
-  const Safetensors file = value_or_fail(Safetensors::open(path, "--qkv"));
-  UserData user;
+std::optional<UserData> read_user_data(const QkvFlags& flags) {
+  if (flags.q.empty() && flags.k.empty() && flags.v.empty() && flags.qkv.empty() &&
+      flags.prefix.empty()) {
+    return std::nullopt;
+  }
+  // In f32, which holds every value of the others; rounded to each dtype that is run.
+  UserData user{read_qkv(flags, DType::f32, QkvShape::dense), {}};
+  const std::string& path = flags.qkv.empty() ? flags.q : flags.qkv;
   user.name = one_line(std::filesystem::path(path).filename().string());
-  Array* arrays[] = {&user.data.q, &user.data.k, &user.data.v};
-  const char* names[] = {"q", "k", "v"};
-  for (std::size_t i = 0; i < 3; ++i) {
-    *arrays[i] = value_or_fail(file.read(names[i], Expect::values));
-    if (arrays[i]->shape.size() != 4) {
-      fail_flag(fmt::format("--qkv {}: {}", user.name, names[i]), shape_text(arrays[i]->shape),
-                "[batch, seqlen, heads, head_dim]");
+  for (const Array* array : {&user.data.q, &user.data.k}) {
+    if (array->shape[0] < 1 || array->shape[1] < 1) {
+      fail_flag(flags.qkv.empty() ? "--q, --k, --v" : "--qkv", shape_text(array->shape),
+                "a batch and a seqlen of 1 or more");
     }
-  }
-  const std::vector<std::int64_t>&q = user.data.q.shape, &k = user.data.k.shape,
-        &v = user.data.v.shape;
-  if (k[0] != q[0] || v[0] != q[0] || k[1] != v[1] || k[2] != v[2] || k[3] != q[3]) {
-    fail_flag(fmt::format("--qkv {}", user.name),
-              fmt::format("q {}, k {}, v {}", shape_text(q), shape_text(k), shape_text(v)),
-              "one batch; k and v of one length and one number of heads; q and k of one head_dim");
-  }
-  // A dtype that all three can have; converted once more for each dtype that is run.
-  for (Array* array : arrays) {
-    *array = value_or_fail(convert(*array, DType::f32, user.name));
   }
   return user;
 }
@@ -119,7 +110,7 @@ void time_points(const Options& options, const UserData* user, ReportContent& co
       problem.dtype = dtype;
       problem.seqlen_q = length.q;
       problem.seqlen_kv = length.kv;
-      const AttentionData data =
+      const Qkv data =
           value_or_fail(length.of_user ? excerpt(user->data, length.q, length.kv, 1, dtype)
                                        : random_data(problem));
       std::vector<TimedCase> cases;
@@ -186,7 +177,7 @@ Norms norms_of(const Array& values) {
 /// off by at most (u + head_dim·ε)·|s|, with |s| ≤ softmax_scale·max‖q‖·max‖k‖ (Cauchy-Schwarz);
 /// that shifts numerator and denominator of the softmax. Its probabilities land in the dtype, and a
 /// sum of seqlen_kv terms in f32 follows. To first order, times the largest |v|.
-double rounding_bound(const AttentionData& data, DType dtype) {
+double rounding_bound(const Qkv& data, DType dtype) {
   const Norms q = norms_of(value_or_fail(convert(data.q, DType::f32, "q")));
   const Norms k = norms_of(value_or_fail(convert(data.k, DType::f32, "k")));
   const Norms v = norms_of(value_or_fail(convert(data.v, DType::f32, "v")));
@@ -199,7 +190,7 @@ double rounding_bound(const AttentionData& data, DType dtype) {
 }
 
 Result<Array> output_of(const AttentionProblem& problem, const PlanOptions& options,
-                        const AttentionData& data, std::string* kernel) {
+                        const Qkv& data, std::string* kernel) {
   Result<PreparedAttention> one = PreparedAttention::make(problem, options, data, DType::f32);
   if (!one) {
     return one.status();
@@ -235,7 +226,7 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
   for (DType dtype : kDTypes) {
     progress.step(fmt::format("{} against float64", to_string(dtype)));
     problem.dtype = dtype;
-    const AttentionData data = value_or_fail(
+    const Qkv data = value_or_fail(
         user != nullptr ? excerpt(user->data, problem.seqlen_q, problem.seqlen_kv, 1, dtype)
                         : random_data(problem));
     PlanOptions how;
@@ -334,10 +325,7 @@ void print(const ReportContent& content, const Json& report, const std::string& 
 void report(const Options& options, Context& context) {
   const auto start = std::chrono::steady_clock::now();
   // Everything that can be refused is refused before the long work.
-  std::optional<UserData> user;
-  if (!options.qkv.empty()) {
-    user = read_user_data(options.qkv);
-  }
+  const std::optional<UserData> user = read_user_data(options.qkv);
   OutputFile file = value_or_fail(OutputFile::create(options.out));
   ReportContent content;
   content.shape.heads_q = 4;
@@ -345,7 +333,7 @@ void report(const Options& options, Context& context) {
   content.shape.head_dim = content.shape.head_dim_v = 64;
   content.data_source = "random normal q, k, v";
   if (user) {
-    content.shape = problem_of(user->data);
+    content.shape = dense_problem(user->data);
     content.data_source =
         fmt::format("q, k, v of {} {}", user->name, shape_text(user->data.q.shape));
     // What the kernels cannot take is refused here, by the plan's own words.
@@ -382,9 +370,7 @@ void add_report(CLI::App& app, Context& context) {
                 {"rafter report --qkv qkv.safetensors", "on your own q, k, v"},
                 {"rafter report --quick --out /tmp/r.html", "fewer lengths, shorter samples"}}));
   add_text(*command, "--out", options->out, "where the page goes", "FILE.html");
-  add_text(*command, "--qkv", options->qkv,
-           "tensors q, k, v [batch, seqlen, heads, head_dim] in place of random ones",
-           "FILE.safetensors");
+  add_qkv(*command, options->qkv);
   add_switch(*command, "--quick", options->quick, "lengths up to 1024, shorter samples");
   add_switch(*command, "--probe", options->probe,
              "probe anew, even when this machine's probe file is a day old or less");

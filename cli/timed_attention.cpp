@@ -37,14 +37,9 @@ Result<Array> first_rows(const Array& from, std::int64_t rows, std::int64_t copi
   return convert(*part, dtype, "excerpt");
 }
 
-TensorView view_of(const Array& array) {
-  return TensorView::contiguous(array.data.get(), array.dtype, array.shape[0], array.shape[1],
-                                array.shape[2], array.shape[3]);
-}
-
 }  // namespace
 
-Result<AttentionData> random_data(const AttentionProblem& p) {
+Result<Qkv> random_data(const AttentionProblem& p) {
   const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
   const std::int64_t head_dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
   Result<Array> q = random_array(p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, 1);
@@ -55,11 +50,11 @@ Result<AttentionData> random_data(const AttentionProblem& p) {
       return array->status();
     }
   }
-  return AttentionData{*q, *k, *v};
+  return Qkv{*q, *k, *v};
 }
 
-Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
-                              std::int64_t seqlen_kv, std::int64_t copies, DType dtype) {
+Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_kv,
+                    std::int64_t copies, DType dtype) {
   Result<Array> q = first_rows(from.q, seqlen_q, copies, dtype);
   Result<Array> k = first_rows(from.k, seqlen_kv, copies, dtype);
   Result<Array> v = first_rows(from.v, seqlen_kv, copies, dtype);
@@ -68,24 +63,11 @@ Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
       return array->status();
     }
   }
-  return AttentionData{*q, *k, *v};
-}
-
-AttentionProblem problem_of(const AttentionData& data) {
-  AttentionProblem p;
-  p.batch = data.q.shape[0];
-  p.seqlen_q = data.q.shape[1];
-  p.heads_q = data.q.shape[2];
-  p.head_dim = data.q.shape[3];
-  p.seqlen_kv = data.k.shape[1];
-  p.heads_kv = data.k.shape[2];
-  p.head_dim_v = data.v.shape[3];
-  p.dtype = data.q.dtype;
-  return p;
+  return Qkv{*q, *k, *v};
 }
 
 Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& problem,
-                                                  const PlanOptions& options, AttentionData data,
+                                                  const PlanOptions& options, Qkv data,
                                                   std::optional<DType> o_dtype) {
   Result<Plan> planned = rafter::plan(problem, Device::cpu(), options);
   if (!planned) {
@@ -227,7 +209,7 @@ Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spe
 // Adds a case to those to be timed; nothing when no kernel takes it or memory does not hold it.
 std::optional<std::size_t> add_case(std::vector<PreparedAttention>& cases,
                                     const AttentionProblem& problem, const PlanOptions& options,
-                                    Result<AttentionData> data) {
+                                    Result<Qkv> data) {
   if (!data) {
     return std::nullopt;
   }

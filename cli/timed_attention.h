@@ -8,31 +8,23 @@
 #include <vector>
 
 #include "cli/array.h"
+#include "cli/qkv.h"
 #include "rafter/attention.h"
 #include "rafter/measure.h"
 
 namespace rafter::cli {
 
-/// q, k, v [batch, seqlen, heads, head_dim], all of one dtype.
-struct AttentionData {
-  Array q, k, v;
-};
-
 /// Normal random values (zeros would run faster), the same for the same problem.
-Result<AttentionData> random_data(const AttentionProblem& problem);
+Result<Qkv> random_data(const AttentionProblem& problem);
 /// The first rows of each sequence, `copies` times along the batch, in `dtype`.
-Result<AttentionData> excerpt(const AttentionData& from, std::int64_t seqlen_q,
-                              std::int64_t seqlen_kv, std::int64_t copies, DType dtype);
-/// The problem that the data is for, without a mask.
-AttentionProblem problem_of(const AttentionData& data);
-
-/// A planned problem with data, output and workspace of its own.
+Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_kv,
+                    std::int64_t copies, DType dtype);
 class PreparedAttention {
  public:
   /// Errors: those of plan(), and memory that this machine does not have. o has the dtype
   /// `o_dtype`, by default the problem's.
   static Result<PreparedAttention> make(const AttentionProblem& problem, const PlanOptions& options,
-                                        AttentionData data, std::optional<DType> o_dtype = {});
+                                        Qkv data, std::optional<DType> o_dtype = {});
 
   Status run() const;
   const Plan& plan() const { return *plan_; }
@@ -44,7 +36,7 @@ class PreparedAttention {
  private:
   PreparedAttention() = default;
   std::optional<Plan> plan_;
-  AttentionData data_;
+  Qkv data_;
   Array o_, lse_, workspace_;
 };
 
@@ -52,7 +44,7 @@ class PreparedAttention {
 struct TimedCase {
   AttentionProblem problem;
   PlanOptions options;
-  AttentionData data;
+  Qkv data;
 };
 
 /// Where a working set lives, by the plateaus of the probe.

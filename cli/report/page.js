@@ -46,6 +46,7 @@
     node.replaceChildren(el('thead', {}, head), el('tbody', {}, ...body));
   }
   const percent = (x) => (isFinite(x) ? `${Math.round(100 * x)}%` : '–');
+  const sci = (x) => (x === null ? 'without bound' : x.toExponential(2));
   const count = (n) => n.toLocaleString('en-US');
 
   // ---- head
@@ -145,9 +146,9 @@
   table($('accuracy'), [
     {head: 'dtype', once: true, cell: (a) => a.dtype},
     {head: 'pipeline', th: true, cell: (a) => el('span', {}, mark(a.pipeline), a.pipeline)},
-    {head: 'largest error', numeric: true, cell: (a) => a.max_abs_error.toExponential(2)},
-    {head: 'limit', numeric: true, cell: (a) => a.limit.toExponential(2)},
-    {head: 'rms error / rms value', numeric: true, cell: (a) => a.relative_rms_error.toExponential(2)},
+    {head: 'largest error', numeric: true, cell: (a) => sci(a.max_abs_error)},
+    {head: 'limit', numeric: true, cell: (a) => sci(a.limit)},
+    {head: 'rms error / rms value', numeric: true, cell: (a) => sci(a.relative_rms_error)},
     {head: 'at [batch, row, head, column]', cell: (a) => `[${a.at.join(', ')}]`},
     {head: 'kernel', cell: (a) => a.kernel},
     {head: '', cell: (a) => (a.ok ? 'within the limit' : 'over the limit'), odd: (a) => !a.ok},
