@@ -1,4 +1,4 @@
-#include "support/timed_attention.h"
+#include "support/attention_case.h"
 
 #include <algorithm>
 #include <cmath>

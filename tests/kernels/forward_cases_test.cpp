@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "support/timed_attention.h"
+#include "support/attention_case.h"
 #include "support/every_kernel.h"
 
 namespace rafter::testing {

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "support/timed_attention.h"
+#include "support/attention_case.h"
 
 namespace rafter::testing {
 
