@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "cli/timed_attention.h"
 #include "cli/output.h"
 #include "cli/probe_file.h"
+#include "cli/timed_attention.h"
 
 namespace rafter::cli {
 
