@@ -148,7 +148,7 @@ void add_layouts(std::vector<AttentionCase>& cases) {
 
 }  // namespace
 
-std::span<const AttentionCase> timed_attentions() {
+std::span<const AttentionCase> attention_cases() {
   static const std::vector<AttentionCase> kCases = [] {
     std::vector<AttentionCase> cases;
     add_sizes(cases);

@@ -39,7 +39,7 @@ struct AttentionCase {
 inline constexpr std::int64_t kSpareRows = 3;
 
 /// Every case, in the order in which `rafter check` runs them; names are unique.
-std::span<const AttentionCase> timed_attentions();
+std::span<const AttentionCase> attention_cases();
 
 /// The case's problem in a dtype, with batch, seqlens, totals and pages set from the lengths.
 AttentionProblem sized_problem(const AttentionCase& c, DType dtype);

@@ -120,14 +120,14 @@ void print(const std::vector<KernelInfo>& kernels, const std::vector<std::string
 
 std::vector<AttentionCase> chosen_cases(const std::string& only) {
   std::vector<AttentionCase> cases;
-  for (const AttentionCase& c : timed_attentions()) {
+  for (const AttentionCase& c : attention_cases()) {
     if (only.empty() || c.name == only) {
       cases.push_back(c);
     }
   }
   if (cases.empty()) {
     std::vector<std::string> names;
-    for (const AttentionCase& c : timed_attentions()) {
+    for (const AttentionCase& c : attention_cases()) {
       names.push_back(c.name);
     }
     fail_flag("--case", only, fmt::format("{}", fmt::join(names, ", ")));

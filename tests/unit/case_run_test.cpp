@@ -14,19 +14,19 @@ namespace {
 using testing::HasSubstr;
 
 const AttentionCase& named(const std::string& name) {
-  for (const AttentionCase& c : timed_attentions()) {
+  for (const AttentionCase& c : attention_cases()) {
     if (c.name == name) {
       return c;
     }
   }
   ADD_FAILURE() << "no case " << name;
-  return timed_attentions()[0];
+  return attention_cases()[0];
 }
 
 TEST(Cases, NamesAreUniqueAndSizesInclude0And1AndAllNeighboursOfTiles) {
   std::set<std::string> names;
   std::set<std::int64_t> lengths;
-  for (const AttentionCase& c : timed_attentions()) {
+  for (const AttentionCase& c : attention_cases()) {
     EXPECT_TRUE(names.insert(c.name).second) << c.name;
     EXPECT_EQ(c.lengths_q.size(), c.lengths_kv.size()) << c.name;
     lengths.insert(c.lengths_q.begin(), c.lengths_q.end());
@@ -47,7 +47,7 @@ TEST(Cases, ValuesAreRepresentableInTheirDtype) {
 }
 
 TEST(Cases, BoundsAreAsTightAsTheDtype) {
-  for (const AttentionCase& c : timed_attentions()) {
+  for (const AttentionCase& c : attention_cases()) {
     const auto f32 = expectation_of(c, DType::f32, make_values(c, DType::f32));
     ASSERT_TRUE(f32.is_ok()) << f32.status().message();
     EXPECT_LT(f32->o_bound, 2e-4) << c.name;
