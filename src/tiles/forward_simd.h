@@ -27,7 +27,7 @@ struct SimdBlocking {
 // two of each a clock), and keep more accumulators than latency × rate = 8.
 inline constexpr SimdBlocking kSimdPortable = {16, 4, 2, 4, 128, 8, 192 * 1024};
 inline constexpr SimdBlocking kSimdAvx2 = {16, 8, 3, 4, 128, 8, 256 * 1024};
-inline constexpr SimdBlocking kSimdAvx512 = {32, 16, 3, 8, 128, 8, 768 * 1024};
+inline constexpr SimdBlocking kSimdAvx512 = {32, 16, 3, 8, 64, 16, 1536 * 1024};
 
 /// Rows of K and columns of V are padded to this many, so that no register block has a remainder.
 inline constexpr std::int64_t kSimdRowPad = 8;

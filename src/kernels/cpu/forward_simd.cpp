@@ -2,9 +2,10 @@
 // f16 in, that or f32 out, f32 inside. One source, three instruction sets: AVX-512, AVX2, portable.
 // Q, O [batch, heads_q, seqlen_q, head_dim]   K, V [batch, heads_kv, seqlen_kv, head_dim]
 // One task owns some queries of all heads of a group (queries in lanes, panels of 24 or 48) and
-// walks the keys 128 at a time: K and V of the tile as f32 in the L2, then panel by panel
+// walks the keys in tiles of 128 (AVX-512: 64): K and V of the tile as f32 in the L2, then panel by
+// panel
 //   Sᵀ = K Qᵀ | softcap, mask | maximum, exp2, sum: vertical | Oᵀ = Oᵀ · alpha + Vᵀ Pᵀ
-// Tiles start at multiples of 128 keys and every lane stands for itself, so the bits of a row
+// Tiles start at multiples of their size and every lane stands for itself, so the bits of a row
 // depend on its own sequence alone. Limits: head_dim contiguous; keys are not split.
 #include <array>
 #include <string>
@@ -18,7 +19,7 @@
 
 #if HWY_ONCE
 #include "hwy/targets.h"
-#include "kernels/cpu/forward_simd_schedule.h"
+#include "kernels/cpu/forward_tasks.h"
 
 namespace rafter {
 namespace forward_simd {
@@ -32,14 +33,34 @@ Acceptance accepts(const KernelProblem& problem) {
   return Acceptance::accept();
 }
 
+tiles::SimdLayout layout_of(const KernelProblem& problem, const tiles::SimdBlocking& blocking) {
+  const AttentionProblem& p = problem.attention;
+  return tiles::simd_layout(blocking, p.head_dim, p.head_dim_v, p.heads_q / p.heads_kv, p.seqlen_q,
+                            p.batch * p.heads_kv, problem.threads * cpu::kTasksPerThread);
+}
+
+cpu::TaskShape shape_of(const tiles::SimdLayout& layout) {
+  return {layout.positions, layout.heads, layout.head_chunks,
+          layout.floats * static_cast<std::int64_t>(sizeof(float))};
+}
+
 /// One instruction set: its blocking, its code, and what it reaches of a machine.
 template <typename Set>
 struct Entry {
   static std::int64_t workspace(const KernelProblem& problem) {
-    return workspace_bytes(problem, Set::kBlocking);
+    return cpu::tasks_workspace(problem, shape_of(layout_of(problem, Set::kBlocking)));
   }
   static Status forward(const ForwardCall& call) {
-    return run_forward(call, Set::kBlocking, Set::function(call.problem.attention.dtype));
+    const tiles::SimdLayout layout = layout_of(call.problem, Set::kBlocking);
+    const Run run = {call, layout, shape_of(layout)};
+    const TaskFunction function = Set::function(call.problem.attention.dtype);
+    cpu::run_tasks<cpu::NoScope>(call, run.shape,
+                                 [&](const cpu::Task& task, std::int64_t head_kv,
+                                     std::int64_t head_chunk, std::byte* scratch) {
+                                   function(run, task, head_kv, head_chunk,
+                                            reinterpret_cast<float*>(scratch));
+                                 });
+    return Status::ok();
   }
   static Acceptance machine_has() {
     return (hwy::SupportedTargets() & Set::kTarget) != 0

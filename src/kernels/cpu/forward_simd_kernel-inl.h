@@ -16,7 +16,7 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/forward_simd_math-inl.h"
 #include "kernels/cpu/forward_simd_task.h"
-#include "kernels/cpu/sequence.h"
+#include "kernels/cpu/forward_tasks.h"
 
 #if defined(__clang__)
 #define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
@@ -237,54 +237,10 @@ void panel_tile(const PanelTile& tile, const tiles::SimdLayout& layout, const fl
   }
 }
 
-/// The keys of one tile in K or V: where the row of each lies.
-template <DType kType>
-struct TileRows {
-  const ForwardCall& call;
-  const TensorView& view;
-  const cpu::Sequence& sequence;
-  std::int64_t head_kv = 0;
-  std::int64_t begin = 0;  // first key of the tile
-  std::int64_t keys = 0;
-  bool paged = false;
-  const Element<kType>* first = nullptr;  // row 0 of a tile that is not paged
-
-  TileRows(const ForwardCall& from, const TensorView& tensor, const cpu::Sequence& of,
-           std::int64_t head, std::int64_t begin_key, std::int64_t key_count)
-      : call(from), view(tensor), sequence(of), head_kv(head), begin(begin_key), keys(key_count) {
-    paged = call.problem.attention.layout == Layout::paged;
-    if (!paged && keys > 0) {
-      first = paged_row(0);
-    }
-  }
-  const Element<kType>* paged_row(std::int64_t key) const {
-    return cpu::key_row<Element<kType>>(call.problem.attention, call.in, view, sequence,
-                                        begin + key, head_kv);
-  }
-  const Element<kType>* row(std::int64_t key) const {
-    return paged ? paged_row(key) : first + key * view.stride_seqlen;
-  }
-};
-
-/// Brings part `part` of `parts` of the rows on their way to the L2; they are read once, when
-/// packed.
-template <DType kType>
-void prefetch_rows(const TileRows<kType>& tile, std::int64_t columns, std::int64_t part,
-                   std::int64_t parts) {
-  constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(Element<kType>));
-  constexpr int kRead = 0, kKeepInL2 = 2;
-  for (std::int64_t key = tile.keys * part / parts; key < tile.keys * (part + 1) / parts; ++key) {
-    const auto* const row = tile.row(key);
-    for (std::int64_t c = 0; c < columns; c += kLine) {
-      __builtin_prefetch(row + c, kRead, kKeepInL2);
-    }
-  }
-}
-
 /// The tile's rows of K as f32, then copies of the last one up to a multiple of kSimdRowPad: they
 /// fill register blocks and change no maximum.
 template <DType kType>
-void pack_keys(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
+void pack_keys(const cpu::TileRows<Element<kType>>& tile, const tiles::SimdLayout& layout,
                float* HWY_RESTRICT out) {
   const D d;
   const std::int64_t padded = tiles::round_up(tile.keys, tiles::kSimdRowPad);
@@ -300,7 +256,7 @@ void pack_keys(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
 /// The tile's rows of V as blocks of kRows columns, key after key, zeros past head_dim_v. True when
 /// all are finite.
 template <DType kType>
-bool pack_values(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
+bool pack_values(const cpu::TileRows<Element<kType>>& tile, const tiles::SimdLayout& layout,
                  float* HWY_RESTRICT out) {
   const D d;
   V zeros = hn::Zero(d);  // stays 0 while all is finite: inf · 0 and NaN · 0 are NaN
@@ -323,24 +279,9 @@ bool pack_values(const TileRows<kType>& tile, const tiles::SimdLayout& layout,
   return hn::AllTrue(d, hn::Eq(zeros, hn::Zero(d)));
 }
 
-/// The lanes of a task: which query of which head each one is.
-struct Lanes {
-  std::int64_t batch = 0;
-  std::int64_t row = 0;   // first row of the task in the tensor
-  std::int64_t head = 0;  // first query head
-  std::int64_t heads = 1;
-  std::int64_t count = 0;
-
-  std::int64_t offset(std::int64_t lane, std::int64_t batch_stride, std::int64_t row_stride,
-                      std::int64_t head_stride) const {
-    return batch * batch_stride + (row + lane / heads) * row_stride +
-           (head + lane % heads) * head_stride;
-  }
-};
-
 /// Qᵀ of one panel: [head_dim][width] f32, scaled; zeros in lanes that hold no query.
 template <DType kType>
-void pack_queries(const TensorView& q, const Lanes& lanes, std::int64_t first_lane,
+void pack_queries(const TensorView& q, const cpu::Lanes& lanes, std::int64_t first_lane,
                   std::int64_t width, const tiles::SimdLayout& layout, float scale,
                   float* HWY_RESTRICT rows, float* HWY_RESTRICT out) {
   const D d;
@@ -393,7 +334,7 @@ void store_row(const float* HWY_RESTRICT row, std::int64_t count, void* data, st
 }
 
 /// O = Oᵀ / sum of one panel, transposed back, and lse.
-void write_panel(const ForwardOutputs& out, const Lanes& lanes, std::int64_t first_lane,
+void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std::int64_t first_lane,
                  std::int64_t width, const tiles::SimdLayout& layout, const float* o,
                  const float* maximum, const float* sum, float* HWY_RESTRICT rows) {
   const D4 d4;
@@ -443,27 +384,22 @@ void write_panel(const ForwardOutputs& out, const Lanes& lanes, std::int64_t fir
 }
 
 template <DType kType>
-void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64_t head_chunk,
+void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::int64_t head_chunk,
               float* scratch) {
+  using Rows = cpu::TileRows<Element<kType>>;
   const ForwardCall& call = run.call;
   const AttentionProblem& problem = call.problem.attention;
   const tiles::SimdLayout& layout = run.layout;
   const cpu::Sequence sequence = cpu::sequence_of(problem, call.in, task.sequence);
   const tiles::MaskWindow window = cpu::mask_window(problem.mask, sequence);
-  const std::int64_t group = problem.heads_q / problem.heads_kv;
-  const float softmax_scale = *problem.softmax_scale;
+  const cpu::Lanes lanes(problem, run.shape, sequence, window, task, head_kv, head_chunk);
   constexpr float kLog2E = 1.4426950408889634f;
   const bool capped = problem.softcap > 0;
-  const float scale = capped ? softmax_scale / problem.softcap : softmax_scale * kLog2E;
-
-  Lanes lanes;
-  lanes.batch = sequence.q_batch;
-  lanes.row = sequence.q_row + task.first;
-  lanes.head = head_kv * group + head_chunk * layout.heads;
-  lanes.heads = std::min(layout.heads, group - head_chunk * layout.heads);
-  lanes.count = (task.last - task.first) * lanes.heads;
+  const float scale =
+      capped ? *problem.softmax_scale / problem.softcap : *problem.softmax_scale * kLog2E;
 
   constexpr std::int64_t kWidth = kBlocking.panel_lanes();
+  constexpr std::int64_t kTile = kBlocking.tile_kv;
   const std::int64_t panels = (lanes.count + kWidth - 1) / kWidth;
   float* const k_tile = scratch + layout.k;
   float* const v_tile = scratch + layout.v;
@@ -487,24 +423,14 @@ void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64
   const auto panel_sum = [&](std::int64_t panel) {
     return scratch + layout.state + (layout.panels + panel) * kWidth;
   };
-
-  // Lanes without a query see what the last query sees: they cost nothing and mask nothing.
-  for (std::int64_t lane = 0; lane < panels * kWidth; ++lane) {
-    const std::int64_t position = std::min(lane, lanes.count - 1) / lanes.heads;
-    const tiles::Range range = window.row(task.first + position);
-    lane_first[lane] = range.first;
-    lane_last[lane] = range.last;
-  }
-  const tiles::Range hull = window.hull(task.first, task.last);
-  constexpr std::int64_t kTile = kBlocking.tile_kv;
   const auto prefetch_tile = [&](std::int64_t begin, std::int64_t part, std::int64_t parts) {
-    const std::int64_t keys = std::clamp<std::int64_t>(hull.last - begin, 0, kTile);
-    prefetch_rows(TileRows<kType>(call, call.in.k, sequence, head_kv, begin, keys), layout.head_dim,
-                  part, parts);
-    prefetch_rows(TileRows<kType>(call, call.in.v, sequence, head_kv, begin, keys),
-                  layout.head_dim_v, part, parts);
+    const std::int64_t keys = std::clamp<std::int64_t>(lanes.hull.last - begin, 0, kTile);
+    Rows(call, call.in.k, sequence, head_kv, begin, keys).prefetch(layout.head_dim, part, parts);
+    Rows(call, call.in.v, sequence, head_kv, begin, keys).prefetch(layout.head_dim_v, part, parts);
   };
-  prefetch_tile(hull.first / kTile * kTile, 0, 1);
+
+  prefetch_tile(lanes.hull.first / kTile * kTile, 0, 1);
+  cpu::fill_lane_ranges(lanes, window, task.first, panels * kWidth, lane_first, lane_last);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     const std::int64_t width = vectors_of(panel) * kLanes;
     pack_queries<kType>(call.in.q, lanes, panel * kWidth, width, layout, scale, rows,
@@ -515,36 +441,24 @@ void run_task(const Run& run, const Task& task, std::int64_t head_kv, std::int64
   }
 
   alignas(64) std::int32_t visible[2 * kWidth];
-  for (std::int64_t begin = hull.first / kTile * kTile; begin < hull.last; begin += kTile) {
-    const std::int64_t keys = std::min(kTile, hull.last - begin);
-    pack_keys(TileRows<kType>(call, call.in.k, sequence, head_kv, begin, keys), layout, k_tile);
-    const bool finite = pack_values(
-        TileRows<kType>(call, call.in.v, sequence, head_kv, begin, keys), layout, v_tile);
+  for (std::int64_t begin = lanes.hull.first / kTile * kTile; begin < lanes.hull.last;
+       begin += kTile) {
+    const std::int64_t keys = std::min(kTile, lanes.hull.last - begin);
+    pack_keys<kType>(Rows(call, call.in.k, sequence, head_kv, begin, keys), layout, k_tile);
+    const bool finite =
+        pack_values<kType>(Rows(call, call.in.v, sequence, head_kv, begin, keys), layout, v_tile);
     for (std::int64_t panel = 0; panel < panels; ++panel) {
       prefetch_tile(begin + kTile, panel, panels);
       const std::int64_t vectors = vectors_of(panel);
-      const std::int64_t width = vectors * kLanes;
-      std::int64_t first = keys, last = 0, common_first = 0, common_last = keys;
-      for (std::int64_t lane = 0; lane < width; ++lane) {
-        const std::int64_t from =
-            std::clamp<std::int64_t>(lane_first[panel * kWidth + lane] - begin, 0, keys);
-        const std::int64_t to =
-            std::clamp<std::int64_t>(lane_last[panel * kWidth + lane] - begin, 0, keys);
-        visible[lane] = static_cast<std::int32_t>(from);
-        visible[width + lane] = static_cast<std::int32_t>(to);
-        if (from < to) {
-          first = std::min(first, from);
-          last = std::max(last, to);
-        }
-        common_first = std::max(common_first, from);
-        common_last = std::min(common_last, to);
-      }
-      if (first >= last) {
+      const cpu::PanelRange range =
+          cpu::panel_range(lane_first + panel * kWidth, lane_last + panel * kWidth,
+                           vectors * kLanes, begin, keys, visible);
+      if (range.empty) {
         continue;
       }
       PanelTile tile;
-      tile.keys = last;
-      tile.masked = common_first > 0 || common_last < keys;
+      tile.keys = range.last;
+      tile.masked = !range.all;
       tile.select_values = tile.masked && !finite;
       tile.softcap_log2 = capped ? problem.softcap * kLog2E : 0.0f;
       tile.visible = visible;

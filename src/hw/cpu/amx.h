@@ -1,0 +1,104 @@
+// The AMX tile unit: one wrapper per instruction, the permission to use it, and the scope that
+// holds its configuration. Own wrappers, because GCC 12's intrinsics have no memory clobber and
+// lose stores that a tile load should see. Tile numbers are template arguments: the instruction
+// encodes them. Manual: Intel 64 and IA-32 SDM vol. 1 ch. 18, vol. 2 (TILELOADD, TDPBF16PS, …).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define RAFTER_HAS_AMX_CODE 1
+#else
+#define RAFTER_HAS_AMX_CODE 0
+#endif
+
+namespace rafter::hw::amx {
+
+inline constexpr int kRows = 16;      // rows of a tile
+inline constexpr int kRowBytes = 64;  // bytes of a row
+inline constexpr int kDepth = 32;     // bf16 products summed by one TDPBF16PS
+
+#if RAFTER_HAS_AMX_CODE
+
+/// Loads 16 rows of 64 bytes, `stride` bytes apart. Pairs with whatever stored them: the clobber
+/// keeps those stores before it.
+template <int kTile>
+inline void load(const void* from, std::int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void store(void* to, std::int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+/// C[m][n] += Σ over k of A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1], f32 sums, round to
+/// nearest, subnormals as zero.
+template <int kC, int kA, int kB>
+inline void dot_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
+/// All eight tiles as 16 rows of 64 bytes, from here to the end of the scope, on this thread. The
+/// state is per thread; releasing it lets the core leave its AMX power state and makes context
+/// switches cheap again.
+class TileScope {
+ public:
+  TileScope() {
+    struct alignas(64) Config {
+      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      std::uint16_t row_bytes[16] = {};
+      std::uint8_t rows[16] = {};
+    } config;
+    static_assert(sizeof(Config) == 64);
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = kRowBytes;
+      config.rows[i] = kRows;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+  }
+  ~TileScope() { asm volatile("tilerelease" ::: "memory"); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+/// Why this process cannot use AMX with bf16 here; empty when it can. Asks the kernel for the
+/// permission (arch_prctl ARCH_REQ_XCOMP_PERM), which covers every thread made afterwards and those
+/// there already; children of fork inherit it. Asking again costs a system call, so callers ask
+/// once.
+inline std::string request() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (1u << 24)) == 0 ||
+      (d & (1u << 22)) == 0) {
+    return "this CPU has no AMX with bf16";
+  }
+  __get_cpuid(1, &a, &b, &c, &d);
+  if ((c & (1u << 27)) == 0) {
+    return "the operating system does not enable XSAVE";
+  }
+  std::uint32_t low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr std::uint32_t kTileState = 3u << 17;  // XTILECFG, XTILEDATA
+  if ((low & kTileState) != kTileState) {
+    return "the operating system does not enable the AMX state (XCR0)";
+  }
+  constexpr long kArchReqXcompPerm = 0x1023;
+  constexpr long kXtileData = 18;
+  if (syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtileData) != 0) {
+    return "the kernel refuses permission to use AMX (arch_prctl)";
+  }
+  return {};
+}
+
+#else
+inline std::string request() { return "this build has no AMX code (x86-64 Linux only)"; }
+#endif
+
+}  // namespace rafter::hw::amx
