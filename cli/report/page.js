@@ -88,7 +88,7 @@
     {head: 'wall, measured', cell: (p) => p.wall_measured},
     {head: 'bytes (modelled)', numeric: true, cell: (p) => si(p.bytes, 'B')},
     {head: 'from', cell: (p) => p.level.replace('l', 'L')},
-    {head: 'data', once: true, cell: (p) => p.data},
+    {head: 'data', once: true, cell: (p) => (p.data === 'random' ? p.data : 'file')},
   ], points, (p) => `${p.dtype}/${p.seqlen}`);
   $('points-note').textContent = data.points_note;
 
