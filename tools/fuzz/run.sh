@@ -14,7 +14,8 @@ compiler=$(command -v clang++ || command -v clang++-14) || {
   echo "tools/fuzz/run.sh: clang++ is not installed (Debian: clang-14, libclang-rt-14-dev)" >&2
   exit 2
 }
-cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
+# --fresh: a cache of another compiler would drop the options given here.
+cmake --fresh -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
   -DRAFTER_FUZZ=ON >/dev/null
 ninja -C "$build" >/dev/null
 mkdir -p "$build/crashes"
