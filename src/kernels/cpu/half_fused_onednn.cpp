@@ -128,7 +128,7 @@ std::int64_t workspace(const KernelProblem& problem) {
 }
 double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
   return predicted_seconds(problem, Pipeline::half_fused, spec,
-                           {.compute = 0.5, .bandwidth = 0.7, .fixed_seconds = 20e-6});
+                           cpu::materialised_reach(problem, spec));
 }
 
 }  // namespace
