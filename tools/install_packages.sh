@@ -15,7 +15,7 @@ build_packages=(
   libdnnl-dev ocl-icd-opencl-dev  # the matrix products of the unfused pipeline; its CMake file
                                   # asks for OpenCL
   libjs-chart.js        # embedded in report.html
-  libgtest-dev libgmock-dev libbenchmark-dev
+  libgtest-dev libgmock-dev
   python3               # the tools
 )
 ci_packages=(
