@@ -118,37 +118,11 @@ Status forward(const ForwardCall& forward_call) {
       });
 }
 
-Acceptance machine_has() { return Acceptance::accept(); }
-Acceptance accepts(const KernelProblem& problem) {
-  return cpu::accepts_materialised(problem, kRowBlock);
-}
-std::int64_t workspace(const KernelProblem& problem) {
-  const auto sizes = cpu::materialised_sizes(problem, kRowBlock);
-  return sizes ? sizes->total_bytes : 0;
-}
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-  return predicted_seconds(problem, Pipeline::half_fused, spec,
-                           cpu::materialised_reach(problem, spec));
-}
-
 }  // namespace
 
 std::span<const KernelEntry> entries_half_fused_onednn() {
-  static const std::array<KernelEntry, 1> kEntries = {KernelEntry{
-      .name = "half_fused_onednn",
-      .device = Device::Kind::cpu,
-      .pipeline = Pipeline::half_fused,
-      .instruction_set = cpu::onednn_instruction_set(),
-      .dtypes = {DType::f32, DType::f16, DType::bf16},
-      .accepts_text =
-          "every layout, mask, softcap, group and stride; the workspace holds the scores",
-      .machine_has = machine_has,
-      .accepts = accepts,
-      .seconds = seconds,
-      .workspace = workspace,
-      .forward = forward,
-      .any_head_dim_stride = true,
-      .note = cpu::onednn_note}};
+  static const std::array<KernelEntry, 1> kEntries = {
+      cpu::materialised_entry<Pipeline::half_fused, kRowBlock>("half_fused_onednn", forward)};
   return kEntries;
 }
 

@@ -202,4 +202,31 @@ Status MaterialisedCall::for_each_block(Body body) {
   return first_error;
 }
 
+/// The entry of a pipeline that materialises the scores; only its forward and row block are its
+/// own.
+template <Pipeline kPipeline, std::int64_t kRowBlock>
+KernelEntry materialised_entry(std::string_view name, Status (*forward)(const ForwardCall&)) {
+  return {.name = name,
+          .device = Device::Kind::cpu,
+          .pipeline = kPipeline,
+          .instruction_set = onednn_instruction_set(),
+          .dtypes = {DType::f32, DType::f16, DType::bf16},
+          .accepts_text =
+              "every layout, mask, softcap, group and stride; the workspace holds the scores",
+          .machine_has = [] { return Acceptance::accept(); },
+          .accepts = [](const KernelProblem& p) { return accepts_materialised(p, kRowBlock); },
+          .seconds =
+              [](const KernelProblem& p, const DeviceSpec& spec) {
+                return predicted_seconds(p, kPipeline, spec, materialised_reach(p, spec));
+              },
+          .workspace =
+              [](const KernelProblem& p) {
+                const auto sizes = materialised_sizes(p, kRowBlock);
+                return sizes ? sizes->total_bytes : std::int64_t{0};
+              },
+          .forward = forward,
+          .any_head_dim_stride = true,
+          .note = onednn_note};
+}
+
 }  // namespace rafter::cpu
