@@ -19,7 +19,8 @@ TEST(Devices, TheListHoldsTheContractsMachines) {
 }
 
 TEST(Devices, EveryFigureHasAUnitAKindAndASource) {
-  for (const auto& device : run_json({"devices"}).at("devices")) {
+  const auto listing = run_json({"devices"});
+  for (const auto& device : listing.at("devices")) {
     const std::string name = device.at("device").get<std::string>();
     const auto figures = run_json({"devices", name}).at("figures");
     EXPECT_GE(figures.size(), 2U) << name;

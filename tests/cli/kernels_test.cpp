@@ -28,7 +28,8 @@ TEST(Kernels, EachSaysWhatItIsAndWhyItIsNotHere) {
 
 TEST(Kernels, AreSortedByName) {
   std::string before;
-  for (const auto& kernel : run_json({"kernels"}).at("kernels")) {
+  const auto listing = run_json({"kernels"});
+  for (const auto& kernel : listing.at("kernels")) {
     EXPECT_LE(before, kernel.at("kernel").get<std::string>());
     before = kernel.at("kernel").get<std::string>();
   }
@@ -37,7 +38,8 @@ TEST(Kernels, AreSortedByName) {
 TEST(Kernels, TheTableListsThemAll) {
   const ToolRun run = run_tool({"kernels"});
   EXPECT_EQ(run.exit_code, 0);
-  for (const auto& kernel : run_json({"kernels"}).at("kernels")) {
+  const auto listing = run_json({"kernels"});
+  for (const auto& kernel : listing.at("kernels")) {
     EXPECT_NE(run.out.find(kernel.at("kernel").get<std::string>()), std::string::npos);
   }
 }

@@ -105,9 +105,6 @@ TEST(Probe, QuickProbeHasEveryCeilingTheRooflineRestsOnAndSurvivesItsOwnFile) {
       EXPECT_GE(figure.high, figure.value) << key;
     }
   }
-  // Registers are above any product that goes through memory, and a near level above a far one.
-  EXPECT_GE(probe->spec.find("peak_vector_f32_flop_per_s")->high,
-            0.8 * probe->spec.find("peak_f32_flop_per_s")->low);
   const std::string json = to_json(probe->spec);
   const Result<DeviceSpec> again = parse_device(json);
   ASSERT_TRUE(again.is_ok()) << again.status().message();
