@@ -3,14 +3,16 @@
 #   make build   build/rafter
 #   make test    build and run every test of this machine
 #   make bench   the benchmark grid, predicted and measured side by side
+#   make install PREFIX=DIR   the tool, the library, its headers and CMake package
 BUILD := build
+PREFIX := /usr/local
 QKV := $(firstword $(wildcard tests/data/*_qkv.safetensors))
 LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The compiler's own messages only: a recipe line that says what it runs is enough.
 CONFIGURE = tools/install_packages.sh build && \
   cmake --preset default -B $(BUILD) $(LAUNCHER) --log-level=WARNING
 
-.PHONY: run build test bench clean
+.PHONY: run build test bench install clean
 
 run: build
 	$(BUILD)/rafter report --out report.html $(if $(QKV),--qkv $(QKV))
@@ -26,6 +28,11 @@ test:
 
 bench: build
 	$(BUILD)/rafter bench attention
+
+install:
+	$(CONFIGURE)
+	cmake --build $(BUILD) --target rafter rafter_tool
+	cmake --install $(BUILD) --prefix $(PREFIX)
 
 clean:
 	rm -rf $(BUILD) build-*
