@@ -191,6 +191,11 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result) {
 
 /// All points of the grid but for the pipelines, which are timed together.
 std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& common) {
+  for (DType dtype : common.dtypes) {
+    if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
+      fail_flag("--dtype", to_string(dtype), "f32, bf16, f16");
+    }
+  }
   std::vector<AttentionProblem> grid;
   for (DType dtype : common.dtypes) {
     for (std::int64_t batch : axes.batches) {

@@ -162,7 +162,11 @@ void explain_crossover(const AttentionOptions& options, const Context& context) 
                    ? number(std::min(at.peak_flop_per_s, *found.intensity_limit_flop_per_byte *
                                                              at.bandwidth_bytes_per_s))
                    : number(at.peak_flop_per_s));
-  document.set("shortfall", optional_number(found.shortfall));
+  if (found.shortfall) {
+    document.set("shortfall", number(*found.shortfall));
+  } else {
+    document.missing("shortfall", "the ridge is reached");
+  }
   document.set("root", optional_number(found.root));
   document.set("numerator", found.numerator).set("coefficient", found.coefficient);
   document.set("closed_form", Json(found.closed_form));

@@ -213,8 +213,11 @@ void explain_model(const ModelOptions& options, const Context& context) {
           : "an unknown part"));
   append_budget(document, budget);
   const ModelLengths lengths = value_or_fail(model_lengths(step.model, convention));
-  document.set("attention_equals_gemm_seqlen", lengths.attention_equals_gemm_seqlen);
-  document.set("attention_equals_layer_gemm_seqlen", lengths.attention_equals_layer_gemm_seqlen);
+  constexpr const char* kNever = "attention grows no faster than the products";
+  set_or_missing(document, "attention_equals_gemm_seqlen", lengths.attention_equals_gemm_seqlen,
+                 kNever);
+  set_or_missing(document, "attention_equals_layer_gemm_seqlen",
+                 lengths.attention_equals_layer_gemm_seqlen, kNever);
   document.label("attention_equals_gemm_seqlen", "attention equals the products at");
   document.label("attention_equals_layer_gemm_seqlen", "  those of a layer at");
   if (options.gain) {
@@ -317,6 +320,11 @@ void explain_memory(const MemoryOptions& options, Context& context) {
       fmt::format("{} with {} attention in {}: at most {} tokens for each of {} sequences.",
                   problem.model.name, to_string(problem.pipeline),
                   with_si_prefix(plan.at_max.capacity_bytes, "B"), plan.max_seqlen, problem.batch));
+  if (!plan.at_max.fits) {
+    document.headline(fmt::format("Without a token it takes {} already: it does not fit.",
+                                  with_si_prefix(plan.at_max.footprint_bytes, "B")));
+    context.exit = Exit::check_failed;
+  }
   document.set("capacity_bytes", plan.at_max.capacity_bytes);
   document.set("max_seqlen", Json(plan.max_seqlen));
   document.set("bytes_at_max", plan.at_max.footprint_bytes);

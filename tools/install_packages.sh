@@ -21,6 +21,7 @@ build_packages=(
 ci_packages=(
   clang clang-format libclang-rt-dev libomp-dev  # second compiler, format, fuzzers
   binutils                                       # objdump, for the ISA leak check
+  nodejs                                         # runs the script of report.html in a test
   pkgconf                                        # what an installed Rafter is asked with
 )
 

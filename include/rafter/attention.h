@@ -114,11 +114,12 @@ class Plan {
  public:
   /// O = softmax(softmax_scale · QKᵀ + mask) V, accumulated in f32.
   /// A query row that sees no key gives o = 0 and lse = −∞. Allocates nothing and synchronises
-  /// nothing. Errors: invalid_argument names the tensor or index that does not fit the problem, the
-  /// workspace that is too small, strides with a non-contiguous head_dim, lengths that are
-  /// negative, decreasing or beyond capacity. On error nothing is written.
-  /// On CUDA every pointer (indices and workspace too) is device memory, the work is queued on
-  /// `stream`, and lengths are read on the device: those beyond capacity are clamped to it.
+  /// nothing (only the oneDNN baselines build their products at their first run). Errors:
+  /// invalid_argument names the tensor or index that does not fit the problem, the workspace that
+  /// is too small, strides with a non-contiguous head_dim, lengths that are negative, decreasing or
+  /// beyond capacity. On error nothing is written. On CUDA every pointer (indices and workspace
+  /// too) is device memory, the work is queued on `stream`, and lengths are read on the device:
+  /// those beyond capacity are clamped to it.
   Status forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace = {},
                  Stream stream = {}) const;
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,8 @@ struct Device {
   static constexpr Device cuda(int index = 0) { return {Kind::cuda, index}; }
 };
 const char* to_string(Device::Kind kind);
+/// "other" for none.
+const char* to_string(const std::optional<Device::Kind>& kind);
 
 /// How a figure came about.
 enum class FigureKind : std::uint8_t {
@@ -58,9 +61,9 @@ struct Figure {
 ///   graph_submit_s              cost of submitting a graph
 ///   clock_hz                    the clock that the peaks assume
 struct DeviceSpec {
-  std::string name;   // "h100-sxm"
-  std::string title;  // "NVIDIA H100 SXM5 80 GB"
-  Device::Kind kind = Device::Kind::cuda;
+  std::string name;                  // "h100-sxm"
+  std::string title;                 // "NVIDIA H100 SXM5 80 GB"
+  std::optional<Device::Kind> kind;  // what runs kernels there; none: only costs are known of it
   std::map<std::string, Figure, std::less<>> figures;
   std::map<std::string, std::string, std::less<>>
       notes;  // date, driver, commit, … of a measured device
@@ -83,11 +86,12 @@ const std::vector<FigureKey>& figure_keys();
 std::vector<std::string> device_names();
 /// A built-in device; invalid_argument lists the names.
 Result<DeviceSpec> find_device(std::string_view name);
-/// Parses one device document: {"name", "title", "kind": "cpu" | "cuda", "figures": {key: {"value",
-/// "unit", "kind": "spec" | "measured" | "derived" | "assumed", "source", and of measured ones
-/// "low", "high", "samples"}}, "notes": {key: text}}. Errors name the key, what was given and what
-/// is allowed (io_error when it is not JSON): unknown, doubled or missing keys, values that are not
-/// finite and above 0, another unit than the key's, an empty source, low > value or value > high.
+/// Parses one device document: {"name", "title", "kind": "cpu" | "cuda" | "other",
+/// "figures": {key: {"value", "unit", "kind": "spec" | "measured" | "derived" | "assumed",
+/// "source", and of measured ones "low", "high", "samples"}}, "notes": {key: text}}. Errors name
+/// the key, what was given and what is allowed (io_error when it is not JSON): unknown, doubled or
+/// missing keys, values that are not finite and above 0, another unit than the key's, an empty
+/// source, low > value or value > high.
 Result<DeviceSpec> parse_device(std::string_view json);
 /// Reads a device file. Errors: io_error, or as parse_device.
 Result<DeviceSpec> load_device(const std::string& path);

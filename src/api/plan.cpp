@@ -32,8 +32,8 @@ Result<const DeviceSpec*> spec_for(const PlanOptions& options, Device::Kind kind
   if (options.device_spec->kind != kind) {
     return Status::invalid_argument(
         "device_spec",
-        options.device_spec->name + ", a " + to_string(options.device_spec->kind) + " device",
-        std::string("a ") + to_string(kind) + " device");
+        options.device_spec->name + ", of kind " + to_string(options.device_spec->kind),
+        std::string("a device of kind ") + to_string(kind));
   }
   return options.device_spec;
 }

@@ -19,6 +19,10 @@ std::span<const std::pair<std::string_view, std::string_view>> embedded_device_f
 
 const char* to_string(Device::Kind kind) { return kind == Device::Kind::cpu ? "cpu" : "cuda"; }
 
+const char* to_string(const std::optional<Device::Kind>& kind) {
+  return kind ? to_string(*kind) : "other";
+}
+
 const char* to_string(FigureKind kind) {
   return devices::kFigureKinds[static_cast<std::size_t>(kind)].second;
 }

@@ -206,10 +206,12 @@ Status read_document(const json& document, DeviceSpec& spec) {
       return status;
     }
   }
-  if (kind != "cpu" && kind != "cuda") {
-    return wrong("kind", shown(kind), "cpu, cuda");
+  if (kind != "cpu" && kind != "cuda" && kind != "other") {
+    return wrong("kind", shown(kind), "cpu, cuda, other");
   }
-  spec.kind = kind == "cpu" ? Device::Kind::cpu : Device::Kind::cuda;
+  if (kind != "other") {
+    spec.kind = kind == "cpu" ? Device::Kind::cpu : Device::Kind::cuda;
+  }
   const auto figures = document.find("figures");
   if (figures == document.end() || !figures->is_object()) {
     return wrong("figures", figures == document.end() ? "nothing" : shown_value(*figures),

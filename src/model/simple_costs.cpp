@@ -1,4 +1,6 @@
 // GEMM, elementwise kernels, the tiled traffic model, and recompute against store.
+#include <fmt/format.h>
+
 #include <cmath>
 
 #include "model/attention_terms.h"
@@ -95,6 +97,11 @@ Result<Tiling> tiling(std::int64_t seqlen, std::int64_t head_dim, DType dtype,
   const double b = bytes_of(dtype);
   const double m =
       convention.fast_memory_unit == MemoryUnit::bytes ? fast_memory_bytes : fast_memory_bytes / b;
+  if (m < d) {
+    return Status::invalid_argument(
+        "fast_memory_bytes", fmt::format("{}", fast_memory_bytes),
+        fmt::format("at least {}, one row of head_dim {},", fast_memory_bytes * d / m, head_dim));
+  }
   Tiling t;
   t.fast_memory_elements = m;
   t.tile_rows = m / d;

@@ -283,6 +283,8 @@ TEST(Tiling, FollowsItsFormulas) {
   bytes.fast_memory_unit = MemoryUnit::bytes;
   EXPECT_EQ(must(tiling(4096, 64, DType::bf16, 100'000, bytes)).fast_memory_elements, 100'000);
   EXPECT_EQ(tiling(0, 64, DType::bf16, 1e5).status().parameter(), "seqlen");
+  EXPECT_EQ(must(tiling(4096, 64, DType::bf16, 128)).tile_rows, 1);
+  EXPECT_EQ(tiling(4096, 64, DType::bf16, 127).status().parameter(), "fast_memory_bytes");
   EXPECT_EQ(tiling(1, 64, DType::bf16, std::nan("")).status().parameter(), "fast_memory_bytes");
 }
 

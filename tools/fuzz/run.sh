@@ -1,12 +1,19 @@
 #!/bin/sh
-# Fuzzes the readers of outside files: tools/fuzz/run.sh [SECONDS for each target, default 60].
-# Starts from the corpus in tools/fuzz/corpus and leaves there the fewest files that reach the same
-# edges, the new ones included. tests/unit/fuzz_corpus_test.cpp runs them all. A crash ends
-# the script; its input stays in build-fuzz/crashes.
+# Fuzzes the readers of outside files.
+#   tools/fuzz/run.sh [SECONDS]         each target from tools/fuzz/corpus, default 60 s; leaves there
+#                                       the fewest files that reach the same edges, new ones included
+#   tools/fuzz/run.sh --check SECONDS   the same, and leaves the corpus as it is
+# tests/unit/fuzz_corpus_test.cpp runs the corpus. A crash ends the script; its input stays in
+# build-fuzz/crashes.
 set -eu
+keep=true
+if [ "${1:-}" = --check ]; then
+  keep=false
+  shift
+fi
 seconds=${1:-60}
 case $seconds in
-  '' | *[!0-9]*) echo "usage: tools/fuzz/run.sh [SECONDS]; $seconds given" >&2; exit 2 ;;
+  '' | *[!0-9]*) echo "usage: tools/fuzz/run.sh [--check] [SECONDS]; $seconds given" >&2; exit 2 ;;
 esac
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=$root/build-fuzz
@@ -29,6 +36,7 @@ for target in npy safetensors device; do
   "$build/${target}_fuzz" -max_total_time="$seconds" -max_len=4096 -timeout=10 -rss_limit_mb=2048 \
     -artifact_prefix="$build/crashes/$target-" -print_final_stats=1 -verbosity=0 \
     -dict="$root/tools/fuzz/$target.dict" "$found" "$corpus"
+  $keep || continue
   "$build/${target}_fuzz" -merge=1 -use_counters=0 -verbosity=0 "$minimised" "$corpus" "$found"
   rm -rf "$corpus"
   mv "$minimised" "$corpus"

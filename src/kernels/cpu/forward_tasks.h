@@ -68,6 +68,22 @@ inline std::int64_t list_tasks(const ForwardCall& call, const TaskShape& shape, 
   return count;
 }
 
+/// Threads that `tasks` of one KV head are worth: a thread is woken for a million FLOPs, some ten
+/// microseconds, or not at all. On a busy machine a wait for a thread that is not running costs
+/// milliseconds. Threads never change bits.
+inline int worthwhile_threads(const ForwardCall& call, const Task* tasks, std::int64_t count) {
+  constexpr double kFlopsEach = 1e6;
+  const AttentionProblem& p = call.problem.attention;
+  double pairs = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    pairs += static_cast<double>(tasks[i].work);
+  }
+  const double flops =
+      2 * pairs * static_cast<double>(p.heads_q) * static_cast<double>(p.head_dim + p.head_dim_v);
+  return static_cast<int>(
+      std::clamp(flops / kFlopsEach, 1.0, static_cast<double>(call.problem.threads)));
+}
+
 /// Runs body(task, head_kv, head_chunk, scratch) for every task over the problem's threads.
 /// `Scope` is constructed on each thread for as long as it works.
 template <typename Scope, typename Body>
@@ -76,8 +92,10 @@ void run_tasks(const ForwardCall& call, const TaskShape& shape, const Body& body
   auto* const scratch = static_cast<std::byte*>(call.workspace.data);
   auto* const tasks = reinterpret_cast<Task*>(scratch + call.problem.threads * shape.scratch_bytes);
   const std::int64_t per_task = p.heads_kv * shape.head_chunks;
-  const std::int64_t count = list_tasks(call, shape, tasks) * per_task;
-  const int threads = static_cast<int>(std::clamp<std::int64_t>(count, 1, call.problem.threads));
+  const std::int64_t listed = list_tasks(call, shape, tasks);
+  const std::int64_t count = listed * per_task;
+  const int threads =
+      static_cast<int>(std::clamp<std::int64_t>(count, 1, worthwhile_threads(call, tasks, listed)));
 #pragma omp parallel num_threads(threads)
   {
     [[maybe_unused]] const Scope scope;
