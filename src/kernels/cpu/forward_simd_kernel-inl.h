@@ -384,8 +384,31 @@ void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std::int64_
 }
 
 template <DType kType>
+void pack_tile(const Run& run, const cpu::Task& keys, std::int64_t head_kv, std::int64_t tile) {
+  using Rows = cpu::TileRows<Element<kType>>;
+  const ForwardCall& call = run.call;
+  const cpu::Sequence sequence = cpu::sequence_of(call.problem.attention, call.in, keys.sequence);
+  const std::int64_t count = keys.last - keys.first;
+  pack_keys<kType>(Rows(call, call.in.k, sequence, head_kv, keys.first, count), run.layout,
+                   run.packed.k + tile * run.layout.k_floats());
+  const bool finite =
+      pack_values<kType>(Rows(call, call.in.v, sequence, head_kv, keys.first, count), run.layout,
+                         run.packed.v + tile * run.layout.v_floats());
+  run.packed.finite[tile] = finite ? 1 : 0;
+}
+
+/// Brings part `part` of `parts` of a packed tile on its way to the L2.
+inline void prefetch_packed(const float* from, std::int64_t floats, std::int64_t part,
+                            std::int64_t parts) {
+  constexpr int kRead = 0, kKeepInL2 = 2;
+  for (std::int64_t i = floats * part / parts; i < floats * (part + 1) / parts; i += 16) {
+    __builtin_prefetch(from + i, kRead, kKeepInL2);
+  }
+}
+
+template <DType kType>
 void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::int64_t head_chunk,
-              float* scratch) {
+              std::int64_t first_tile, float* scratch) {
   using Rows = cpu::TileRows<Element<kType>>;
   const ForwardCall& call = run.call;
   const AttentionProblem& problem = call.problem.attention;
@@ -399,10 +422,9 @@ void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::
       capped ? *problem.softmax_scale / problem.softcap : *problem.softmax_scale * kLog2E;
 
   constexpr std::int64_t kWidth = kBlocking.panel_lanes();
-  constexpr std::int64_t kTile = kBlocking.tile_kv;
+  const std::int64_t tile_kv = layout.tile_kv;
+  const bool packed = layout.packed_tiles > 0;
   const std::int64_t panels = (lanes.count + kWidth - 1) / kWidth;
-  float* const k_tile = scratch + layout.k;
-  float* const v_tile = scratch + layout.v;
   float* const s = scratch + layout.s;
   float* const rows = scratch + layout.rows;
   auto* const lane_first = reinterpret_cast<std::int64_t*>(scratch + layout.lanes);
@@ -424,12 +446,21 @@ void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::
     return scratch + layout.state + (layout.panels + panel) * kWidth;
   };
   const auto prefetch_tile = [&](std::int64_t begin, std::int64_t part, std::int64_t parts) {
-    const std::int64_t keys = std::clamp<std::int64_t>(lanes.hull.last - begin, 0, kTile);
+    const std::int64_t keys = std::clamp<std::int64_t>(lanes.hull.last - begin, 0, tile_kv);
+    if (packed) {
+      if (keys > 0) {
+        const std::int64_t tile = first_tile + begin / tile_kv;
+        prefetch_packed(run.packed.k + tile * layout.k_floats(), keys * layout.k_stride, part,
+                        parts);
+        prefetch_packed(run.packed.v + tile * layout.v_floats(), layout.v_floats(), part, parts);
+      }
+      return;
+    }
     Rows(call, call.in.k, sequence, head_kv, begin, keys).prefetch(layout.head_dim, part, parts);
     Rows(call, call.in.v, sequence, head_kv, begin, keys).prefetch(layout.head_dim_v, part, parts);
   };
 
-  prefetch_tile(lanes.hull.first / kTile * kTile, 0, 1);
+  prefetch_tile(lanes.hull.first / tile_kv * tile_kv, 0, 1);
   cpu::fill_lane_ranges(lanes, window, task.first, panels * kWidth, lane_first, lane_last);
   for (std::int64_t panel = 0; panel < panels; ++panel) {
     const std::int64_t width = vectors_of(panel) * kLanes;
@@ -441,14 +472,24 @@ void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::
   }
 
   alignas(64) std::int32_t visible[2 * kWidth];
-  for (std::int64_t begin = lanes.hull.first / kTile * kTile; begin < lanes.hull.last;
-       begin += kTile) {
-    const std::int64_t keys = std::min(kTile, lanes.hull.last - begin);
-    pack_keys<kType>(Rows(call, call.in.k, sequence, head_kv, begin, keys), layout, k_tile);
-    const bool finite =
-        pack_values<kType>(Rows(call, call.in.v, sequence, head_kv, begin, keys), layout, v_tile);
+  for (std::int64_t begin = lanes.hull.first / tile_kv * tile_kv; begin < lanes.hull.last;
+       begin += tile_kv) {
+    const std::int64_t keys = std::min(tile_kv, lanes.hull.last - begin);
+    const std::int64_t tile_index = first_tile + begin / tile_kv;
+    float* k_tile = scratch + layout.k;
+    float* v_tile = scratch + layout.v;
+    bool finite = false;
+    if (packed) {
+      k_tile = run.packed.k + tile_index * layout.k_floats();
+      v_tile = run.packed.v + tile_index * layout.v_floats();
+      finite = run.packed.finite[tile_index] != 0;
+    } else {
+      pack_keys<kType>(Rows(call, call.in.k, sequence, head_kv, begin, keys), layout, k_tile);
+      finite =
+          pack_values<kType>(Rows(call, call.in.v, sequence, head_kv, begin, keys), layout, v_tile);
+    }
     for (std::int64_t panel = 0; panel < panels; ++panel) {
-      prefetch_tile(begin + kTile, panel, panels);
+      prefetch_tile(begin + tile_kv, panel, panels);
       const std::int64_t vectors = vectors_of(panel);
       const cpu::PanelRange range =
           cpu::panel_range(lane_first + panel * kWidth, lane_last + panel * kWidth,
@@ -478,10 +519,10 @@ void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::
 }  // namespace
 
 /// The code of this instruction set for a dtype, for the entries.
-TaskFunction task_function(DType dtype) {
-  return dtype == DType::f32    ? run_task<DType::f32>
-         : dtype == DType::bf16 ? run_task<DType::bf16>
-                                : run_task<DType::f16>;
+Functions functions_of(DType dtype) {
+  return dtype == DType::f32    ? Functions{pack_tile<DType::f32>, run_task<DType::f32>}
+         : dtype == DType::bf16 ? Functions{pack_tile<DType::bf16>, run_task<DType::bf16>}
+                                : Functions{pack_tile<DType::f16>, run_task<DType::f16>};
 }
 
 }  // namespace HWY_NAMESPACE

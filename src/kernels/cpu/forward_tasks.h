@@ -52,11 +52,12 @@ inline std::int64_t tasks_workspace(const KernelProblem& problem, const TaskShap
          most_tasks(problem.attention, shape) * static_cast<std::int64_t>(sizeof(Task));
 }
 
-/// Writes the tasks of one KV head, longest first; returns how many.
-inline std::int64_t list_tasks(const ForwardCall& call, const TaskShape& shape, Task* tasks) {
+/// Writes the tasks of one KV head over some sequences, longest first; returns how many.
+inline std::int64_t list_tasks(const ForwardCall& call, const TaskShape& shape,
+                               tiles::Range sequences, Task* tasks) {
   const AttentionProblem& p = call.problem.attention;
   std::int64_t count = 0;
-  for (std::int64_t b = 0; b < p.batch; ++b) {
+  for (std::int64_t b = sequences.first; b < sequences.last; ++b) {
     const Sequence sequence = sequence_of(p, call.in, b);
     const tiles::MaskWindow window = mask_window(p.mask, sequence);
     for (std::int64_t first = 0; first < sequence.seqlen_q; first += shape.positions) {
@@ -92,7 +93,7 @@ void run_tasks(const ForwardCall& call, const TaskShape& shape, const Body& body
   auto* const scratch = static_cast<std::byte*>(call.workspace.data);
   auto* const tasks = reinterpret_cast<Task*>(scratch + call.problem.threads * shape.scratch_bytes);
   const std::int64_t per_task = p.heads_kv * shape.head_chunks;
-  const std::int64_t listed = list_tasks(call, shape, tasks);
+  const std::int64_t listed = list_tasks(call, shape, {0, p.batch}, tasks);
   const std::int64_t count = listed * per_task;
   const int threads =
       static_cast<int>(std::clamp<std::int64_t>(count, 1, worthwhile_threads(call, tasks, listed)));
