@@ -3,7 +3,8 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 set(RAFTER_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Rafter)
 
-install(TARGETS rafter EXPORT RafterTargets ARCHIVE COMPONENT devel)
+install(TARGETS rafter rafter_c EXPORT RafterTargets ARCHIVE COMPONENT devel
+  LIBRARY COMPONENT runtime NAMELINK_COMPONENT devel)
 install(FILES ${RAFTER_PUBLIC_HEADERS} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/rafter COMPONENT devel)
 if(TARGET rafter_tool)
   install(TARGETS rafter_tool RUNTIME COMPONENT runtime)
@@ -24,8 +25,9 @@ set(RAFTER_PC_LIBS "-ldnnl -lgomp -lpthread")
 if(RAFTER_HAS_CUDA)
   string(APPEND RAFTER_PC_LIBS " $<TARGET_FILE:CUDA::cudart_static> -lrt -ldl")
 endif()
+configure_file(cmake/rafter-c.pc.in ${CMAKE_BINARY_DIR}/package/rafter-c.pc @ONLY)
 configure_file(cmake/rafter.pc.in ${CMAKE_BINARY_DIR}/package/rafter.pc.in @ONLY)
 file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/package/rafter.pc
   INPUT ${CMAKE_BINARY_DIR}/package/rafter.pc.in)
-install(FILES ${CMAKE_BINARY_DIR}/package/rafter.pc
+install(FILES ${CMAKE_BINARY_DIR}/package/rafter.pc ${CMAKE_BINARY_DIR}/package/rafter-c.pc
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig COMPONENT devel)

@@ -1,0 +1,226 @@
+/* Rafter from C: describe a problem, plan it once, run it as often as wanted.
+ *
+ * What grows carries its size: set `size` to sizeof of the struct and leave what you do not mean at
+ * zero, which is every field's default. A program compiled against an older header runs with a
+ * newer library; a newer program is refused by an older library only where it uses a field that the
+ * library does not know. rafter_tensor, rafter_lse, rafter_indices and rafter_state never change.
+ *
+ * Functions return a status; rafter_error_message() says in one line what was wrong. Nothing
+ * throws, prints or exits. A plan may be used by several threads at once. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- errors */
+
+typedef int32_t rafter_status;
+enum {
+  RAFTER_OK = 0,
+  RAFTER_INVALID_ARGUMENT = 1, /* something impossible was given; the parameter is named */
+  RAFTER_UNSUPPORTED = 2,      /* possible, but no kernel of this build or machine does it */
+  RAFTER_DEVICE_ERROR = 3,     /* the device or the operating system failed, memory included */
+  RAFTER_IO_ERROR = 4          /* a file could not be read, or its contents are malformed */
+};
+
+/* "ok", "invalid argument", "unsupported", "device error", "i/o error"; "unknown" for any other. */
+const char* rafter_status_name(rafter_status status);
+/* Of the last call on this thread that failed, until the next one fails: one line, such as
+ * "head_dim: 300 given; 1 to 256 allowed", and the parameter alone, "head_dim". "" before that. */
+const char* rafter_error_message(void);
+const char* rafter_error_parameter(void);
+/* "0.1.0" */
+const char* rafter_version(void);
+
+/* ---- tensors */
+
+typedef int32_t rafter_dtype;
+enum {
+  RAFTER_F32 = 1,
+  RAFTER_F16,
+  RAFTER_BF16,
+  RAFTER_E4M3,
+  RAFTER_E5M2,
+  RAFTER_INT8,
+  RAFTER_INT4,
+  RAFTER_I32,
+  RAFTER_I64
+};
+
+/* [batch, seqlen, heads, head_dim], head_dim contiguous unless a kernel says that it takes more.
+ * A packed tensor [total, heads, head_dim] has batch 1 and seqlen total; a paged cache
+ * [pages, page_size, heads_kv, head_dim] has batch pages and seqlen page_size. */
+typedef struct rafter_tensor {
+  void* data;
+  int64_t shape[4];
+  int64_t stride[4]; /* in elements */
+  rafter_dtype dtype;
+  int32_t reserved; /* 0 */
+} rafter_tensor;
+
+/* f32, natural logarithm: [batch, heads_q, seqlen_q]; packed [1, heads_q, total_q]. A null data
+ * asks for no lse. */
+typedef struct rafter_lse {
+  float* data;
+  int64_t shape[3];
+  int64_t stride[3]; /* in elements */
+} rafter_lse;
+
+/* Lengths, offsets (one row) or a page table [batch, pages per sequence], contiguous, i32 or i64. A
+ * null data: not given. */
+typedef struct rafter_indices {
+  const void* data;
+  int64_t rows, cols; /* rows is 1 save for a page table */
+  rafter_dtype dtype;
+  int32_t reserved; /* 0 */
+} rafter_indices;
+
+/* Views of contiguous memory. */
+rafter_tensor rafter_contiguous(const void* data, rafter_dtype dtype, int64_t batch, int64_t seqlen,
+                                int64_t heads, int64_t head_dim);
+rafter_lse rafter_contiguous_lse(float* data, int64_t batch, int64_t heads, int64_t seqlen);
+
+/* ---- what is asked for */
+
+typedef int32_t rafter_mask;
+enum {
+  RAFTER_MASK_NONE = 0,
+  RAFTER_MASK_CAUSAL = 1,
+  RAFTER_MASK_WINDOW = 2 /* keys from i + offset - window_left to i + offset + window_right */
+};
+typedef int32_t rafter_mask_align;
+enum {
+  RAFTER_BOTTOM_RIGHT = 0, /* offset = seqlen_kv - seqlen_q: the last row sees the last key */
+  RAFTER_TOP_LEFT = 1      /* offset = 0 */
+};
+typedef int32_t rafter_layout;
+enum {
+  RAFTER_DENSE = 0,
+  RAFTER_PACKED = 1, /* [total, heads, head_dim] with cu_seqlens_q and cu_seqlens_kv */
+  RAFTER_PAGED = 2   /* q dense; k, v [pages, page_size, heads_kv, head_dim] with a page table */
+};
+typedef int32_t rafter_pipeline;
+enum { RAFTER_PIPELINE_ANY = 0, RAFTER_UNFUSED, RAFTER_HALF_FUSED, RAFTER_FUSED, RAFTER_SPLIT_KV };
+typedef int32_t rafter_device;
+enum { RAFTER_CPU = 0, RAFTER_CUDA = 1 };
+typedef int32_t rafter_wall;
+enum { RAFTER_WALL_COMPUTE = 1, RAFTER_WALL_BANDWIDTH, RAFTER_WALL_DISPATCH };
+
+/* Lengths are capacities where the layout has lengths as data. */
+typedef struct rafter_problem {
+  size_t size;   /* sizeof(rafter_problem) */
+  int64_t batch; /* 0: an empty batch, which runs at once */
+  int64_t heads_q;
+  int64_t heads_kv; /* must divide heads_q; 0: heads_q */
+  int64_t seqlen_q, seqlen_kv;
+  int64_t head_dim;   /* 1 to 256 */
+  int64_t head_dim_v; /* 0: head_dim */
+  rafter_dtype dtype; /* of q, k, v; o is of this dtype or f32 */
+  rafter_layout layout;
+  rafter_mask mask;
+  rafter_mask_align mask_align;
+  int64_t window_left, window_right; /* of RAFTER_MASK_WINDOW; -1: unbounded */
+  float softmax_scale;               /* natural; default 1 / sqrt(head_dim) */
+  int32_t has_softmax_scale;         /* 1: softmax_scale is meant, also when it is 0 */
+  float softcap;                /* 0: off; else scores become softcap * tanh(score / softcap) */
+  int32_t seqused_kv;           /* 1: the keys of each sequence are counted at run time */
+  int64_t total_q, total_kv;    /* packed: rows of q and o, of k and v */
+  int64_t page_size, num_pages; /* paged */
+} rafter_problem;
+
+typedef struct rafter_plan_options {
+  size_t size; /* sizeof(rafter_plan_options) */
+  rafter_device device;
+  int32_t device_index;
+  rafter_pipeline pipeline; /* default: that of the cheapest kernel */
+  int32_t threads;          /* CPU; 0: the OpenMP default */
+  int64_t splits;           /* split-kv: parts of the keys; 0 chooses */
+  const char* kernel;       /* forces the kernel of this name (`rafter kernels` lists them) */
+  const char*
+      device_spec; /* ceilings for the prediction: a name of the device database, or the path
+                      of a device file (it has a '/'); default: an estimate of this machine */
+} rafter_plan_options;
+
+/* ---- plans */
+
+typedef struct rafter_plan rafter_plan;
+
+/* Validates the problem, chooses the accepted kernel of least predicted time, sizes the workspace.
+ * options may be null. On success *plan is the caller's, until rafter_plan_destroy; on error it is
+ * null. Errors: invalid argument names the field; unsupported lists every kernel and why it
+ * refused. */
+rafter_status rafter_plan_create(const rafter_problem* problem, const rafter_plan_options* options,
+                                 rafter_plan** plan);
+/* null does nothing. */
+void rafter_plan_destroy(rafter_plan* plan);
+
+/* Bytes that a run needs, at an address that is a multiple of 64; -1 for a null plan. */
+int64_t rafter_plan_workspace_bytes(const rafter_plan* plan);
+/* The chosen kernel; several lines on the problem, the kernel, its wall and every candidate. Both
+ * live as long as the plan; null for a null plan. */
+const char* rafter_plan_kernel(const rafter_plan* plan);
+const char* rafter_plan_explain(const rafter_plan* plan);
+
+typedef struct rafter_forward_args {
+  size_t size;     /* sizeof(rafter_forward_args) */
+  rafter_tensor q; /* [batch, seqlen_q, heads_q, head_dim] */
+  rafter_tensor k; /* [batch, seqlen_kv, heads_kv, head_dim] */
+  rafter_tensor v; /* [batch, seqlen_kv, heads_kv, head_dim_v] */
+  rafter_tensor o; /* [batch, seqlen_q, heads_q, head_dim_v] */
+  rafter_lse lse;
+  rafter_indices cu_seqlens_q, cu_seqlens_kv; /* packed: [batch + 1] */
+  rafter_indices seqused_kv;                  /* [batch] */
+  rafter_indices page_table;                  /* paged: [batch, pages per sequence] */
+  void* workspace;                            /* contents before and after mean nothing */
+  int64_t workspace_bytes;
+  void* stream; /* CUDA: a cudaStream_t, null for the default stream; CPU: null */
+} rafter_forward_args;
+
+/* O = softmax(softmax_scale * Q K^T + mask) V, accumulated in f32. Decoding is the same call with
+ * few queries. A row that sees no key gives o = 0 and lse = -infinity. Allocates nothing and
+ * synchronises nothing. On CUDA every pointer is device memory and the work is queued on `stream`.
+ * Errors: invalid argument names what does not fit the problem; nothing is written then. */
+rafter_status rafter_forward(const rafter_plan* plan, const rafter_forward_args* args);
+
+/* Part of an attention result over some of the keys. */
+typedef struct rafter_state {
+  rafter_tensor o;
+  rafter_lse lse;
+} rafter_state;
+
+/* Merges states over disjoint keys into the state over their union: lse = log sum exp(lse_i), o =
+ * sum exp(lse_i - lse) o_i. An empty state (lse = -infinity) with X is X to the bit. `out` may be
+ * one of the states. Runs on the CPU. */
+rafter_status rafter_merge(const rafter_state* states, size_t count, const rafter_state* out);
+
+/* ---- what it costs and which wall it meets */
+
+typedef struct rafter_cost {
+  size_t size; /* sizeof(rafter_cost), set before the call */
+  double flops, matmul_flops, softmax_flops;
+  double bytes;           /* of main-memory traffic */
+  double footprint_bytes; /* live at once */
+  double launches;
+  double intensity_flop_per_byte, ridge_flop_per_byte;
+  double attainable_flop_per_s;
+  double time_s; /* predicted: the largest of the three below */
+  double time_compute_s, time_bandwidth_s;
+  double time_dispatch_s; /* NaN when the device has no launch cost */
+  rafter_wall wall;
+  int32_t near_ridge;
+} rafter_cost;
+
+/* Of a plan, on the ceilings it was made for. */
+rafter_status rafter_plan_cost(const rafter_plan* plan, rafter_cost* cost);
+/* Of a problem by a pipeline (RAFTER_PIPELINE_ANY: fused) on any device, which need not be here:
+ * a name of the device database, or the path of a device file. */
+rafter_status rafter_explain(const rafter_problem* problem, rafter_pipeline pipeline,
+                             const char* device, rafter_cost* cost);
+
+#ifdef __cplusplus
+}
+#endif

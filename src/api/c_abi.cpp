@@ -1,0 +1,270 @@
+// The C ABI (rafter.h): every entry converts, calls the C++ function of the same meaning, and keeps
+// what went wrong for rafter_error_message().
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api/c_convert.h"
+
+struct rafter_plan {
+  rafter::Plan plan;
+  std::string explain;
+};
+
+namespace rafter::c_abi {
+namespace {
+
+static_assert(static_cast<int>(StatusCode::kIoError) == RAFTER_IO_ERROR &&
+              static_cast<int>(StatusCode::kInvalidArgument) == RAFTER_INVALID_ARGUMENT);
+
+/// What the last failing call of this thread left. The pointers are to the strings or to literals.
+struct LastError {
+  std::string message_text, parameter_text;
+  const char* message = "";
+  const char* parameter = "";
+};
+thread_local LastError last_error;
+
+rafter_status fail_with(rafter_status code, const char* message, const char* parameter) noexcept {
+  last_error.message = message;
+  last_error.parameter = parameter;
+  return code;
+}
+
+rafter_status to_status(const Status& status) {
+  if (status) {
+    return RAFTER_OK;
+  }
+  last_error.message_text = status.message();
+  last_error.parameter_text = status.parameter();
+  return fail_with(static_cast<rafter_status>(status.code()), last_error.message_text.c_str(),
+                   last_error.parameter_text.c_str());
+}
+
+/// Runs the body of an entry; nothing that is thrown beneath gets out.
+template <typename Body>
+rafter_status guarded(Body&& body) noexcept {
+  try {
+    return to_status(std::forward<Body>(body)());
+  } catch (const std::bad_alloc&) {
+    return fail_with(RAFTER_DEVICE_ERROR, "memory: none left", "memory");
+  } catch (...) {
+    return fail_with(RAFTER_DEVICE_ERROR, "an exception that should not have been", "");
+  }
+}
+
+Status null_argument(const char* name) {
+  return Status::invalid_argument(name, "null", "an address");
+}
+
+Status create(const rafter_problem* problem, const rafter_plan_options* options,
+              rafter_plan** plan) {
+  if (plan == nullptr) {
+    return null_argument("plan");
+  }
+  *plan = nullptr;
+  rafter_problem problem_read{};
+  AttentionProblem asked;
+  if (Status s = read_sized(problem, "problem", kProblemSize, problem_read); !s) {
+    return s;
+  }
+  if (Status s = to_problem(problem_read, asked); !s) {
+    return s;
+  }
+  rafter_plan_options options_read{};
+  if (options != nullptr) {
+    if (Status s = read_sized(options, "options", kOptionsSize, options_read); !s) {
+      return s;
+    }
+  }
+  Device device;
+  PlanOptions how;
+  if (Status s = to_options(options_read, device, how); !s) {
+    return s;
+  }
+  DeviceSpec spec;
+  if (options_read.device_spec != nullptr) {
+    Result<DeviceSpec> found = to_device_spec(options_read.device_spec);
+    if (!found) {
+      return found.status();
+    }
+    spec = *std::move(found);
+    how.device_spec = &spec;
+  }
+  Result<Plan> made = rafter::plan(asked, device, how);
+  if (!made) {
+    return made.status();
+  }
+  std::string explain = made->explain();
+  *plan = new rafter_plan{*std::move(made), std::move(explain)};
+  return Status::ok();
+}
+
+Status forward(const rafter_plan* plan, const rafter_forward_args* args) {
+  if (plan == nullptr) {
+    return null_argument("plan");
+  }
+  rafter_forward_args a{};
+  if (Status s = read_sized(args, "args", kForwardSize, a); !s) {
+    return s;
+  }
+  ForwardInputs in;
+  ForwardOutputs out{.o = {}, .lse = to_lse(a.lse)};
+  for (const auto& [name, given, to] :
+       {std::tuple("q", &a.q, &in.q), std::tuple("k", &a.k, &in.k), std::tuple("v", &a.v, &in.v),
+        std::tuple("o", &a.o, &out.o)}) {
+    if (Status s = to_tensor(name, *given, *to); !s) {
+      return s;
+    }
+  }
+  for (const auto& [name, given, to, table] :
+       {std::tuple("cu_seqlens_q", &a.cu_seqlens_q, &in.cu_seqlens_q, false),
+        std::tuple("cu_seqlens_kv", &a.cu_seqlens_kv, &in.cu_seqlens_kv, false),
+        std::tuple("seqused_kv", &a.seqused_kv, &in.seqused_kv, false),
+        std::tuple("page_table", &a.page_table, &in.page_table, true)}) {
+    if (Status s = to_indices(name, *given, table, *to); !s) {
+      return s;
+    }
+  }
+  return plan->plan.forward(in, out, {a.workspace, a.workspace_bytes}, {a.stream});
+}
+
+Status to_state(const std::string& name, const rafter_state& given, AttentionState& out) {
+  out.lse = to_lse(given.lse);
+  return to_tensor((name + ".o").c_str(), given.o, out.o);
+}
+
+Status merge(const rafter_state* states, std::size_t count, const rafter_state* out) {
+  if (out == nullptr || (states == nullptr && count > 0)) {
+    return null_argument(out == nullptr ? "out" : "states");
+  }
+  AttentionState merged;
+  if (Status s = to_state("out", *out, merged); !s) {
+    return s;
+  }
+  std::vector<AttentionState> parts(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (Status s = to_state("states[" + std::to_string(i) + "]", states[i], parts[i]); !s) {
+      return s;
+    }
+  }
+  return rafter::merge(parts, merged);
+}
+
+Status write_cost(const Cost& cost, const Prediction& prediction, rafter_cost* out) {
+  if (out == nullptr) {
+    return null_argument("cost");
+  }
+  if (out->size < kCostSize) {
+    return Status::invalid_argument(
+        "cost.size", std::to_string(out->size),
+        "sizeof of the struct, " + std::to_string(kCostSize) + " or more");
+  }
+  const std::size_t size = out->size;
+  rafter_cost written = to_cost(cost, prediction);
+  written.size = size;
+  std::memset(out, 0, size);
+  std::memcpy(out, &written, std::min(size, sizeof(written)));
+  return Status::ok();
+}
+
+Status explain(const rafter_problem* problem, rafter_pipeline pipeline, const char* device,
+               rafter_cost* cost) {
+  if (device == nullptr) {
+    return null_argument("device");
+  }
+  rafter_problem problem_read{};
+  AttentionProblem asked;
+  std::optional<Pipeline> how;
+  if (Status s = read_sized(problem, "problem", kProblemSize, problem_read); !s) {
+    return s;
+  }
+  for (const Status& s : {to_problem(problem_read, asked), to_pipeline(pipeline, how)}) {
+    if (!s) {
+      return s;
+    }
+  }
+  const Result<DeviceSpec> spec = to_device_spec(device);
+  if (!spec) {
+    return spec.status();
+  }
+  const Result<Cost> counted = attention_cost(asked, how.value_or(Pipeline::fused));
+  if (!counted) {
+    return counted.status();
+  }
+  const Result<Prediction> prediction = predict(*counted, *spec);
+  if (!prediction) {
+    return prediction.status();
+  }
+  return write_cost(*counted, *prediction, cost);
+}
+
+}  // namespace
+}  // namespace rafter::c_abi
+
+extern "C" {
+
+const char* rafter_status_name(rafter_status status) {
+  const bool known = status >= RAFTER_OK && status <= RAFTER_IO_ERROR;
+  return known ? rafter::to_string(static_cast<rafter::StatusCode>(status)) : "unknown";
+}
+
+const char* rafter_error_message(void) { return rafter::c_abi::last_error.message; }
+const char* rafter_error_parameter(void) { return rafter::c_abi::last_error.parameter; }
+const char* rafter_version(void) { return RAFTER_VERSION; }
+
+rafter_tensor rafter_contiguous(const void* data, rafter_dtype dtype, int64_t batch, int64_t seqlen,
+                                int64_t heads, int64_t head_dim) {
+  return {const_cast<void*>(data),
+          {batch, seqlen, heads, head_dim},
+          {seqlen * heads * head_dim, heads * head_dim, head_dim, 1},
+          dtype,
+          0};
+}
+
+rafter_lse rafter_contiguous_lse(float* data, int64_t batch, int64_t heads, int64_t seqlen) {
+  return {data, {batch, heads, seqlen}, {heads * seqlen, seqlen, 1}};
+}
+
+rafter_status rafter_plan_create(const rafter_problem* problem, const rafter_plan_options* options,
+                                 rafter_plan** plan) {
+  return rafter::c_abi::guarded([&] { return rafter::c_abi::create(problem, options, plan); });
+}
+
+void rafter_plan_destroy(rafter_plan* plan) { delete plan; }
+
+int64_t rafter_plan_workspace_bytes(const rafter_plan* plan) {
+  return plan == nullptr ? -1 : plan->plan.workspace_bytes();
+}
+const char* rafter_plan_kernel(const rafter_plan* plan) {
+  return plan == nullptr ? nullptr : plan->plan.kernel().c_str();
+}
+const char* rafter_plan_explain(const rafter_plan* plan) {
+  return plan == nullptr ? nullptr : plan->explain.c_str();
+}
+
+rafter_status rafter_forward(const rafter_plan* plan, const rafter_forward_args* args) {
+  return rafter::c_abi::guarded([&] { return rafter::c_abi::forward(plan, args); });
+}
+
+rafter_status rafter_merge(const rafter_state* states, size_t count, const rafter_state* out) {
+  return rafter::c_abi::guarded([&] { return rafter::c_abi::merge(states, count, out); });
+}
+
+rafter_status rafter_plan_cost(const rafter_plan* plan, rafter_cost* cost) {
+  return rafter::c_abi::guarded([&] {
+    return plan == nullptr
+               ? rafter::c_abi::null_argument("plan")
+               : rafter::c_abi::write_cost(plan->plan.cost(), plan->plan.prediction(), cost);
+  });
+}
+
+rafter_status rafter_explain(const rafter_problem* problem, rafter_pipeline pipeline,
+                             const char* device, rafter_cost* cost) {
+  return rafter::c_abi::guarded(
+      [&] { return rafter::c_abi::explain(problem, pipeline, device, cost); });
+}
+
+}  // extern "C"
