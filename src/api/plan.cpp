@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "api/checks.h"
 #include "api/plan_state.h"
+#include "base/forked.h"
 #include "dispatch/choose.h"
 
 namespace rafter {
@@ -36,6 +39,20 @@ Result<const DeviceSpec*> spec_for(const PlanOptions& options, Device::Kind kind
         std::string("a device of kind ") + to_string(kind));
   }
   return options.device_spec;
+}
+
+/// Runs a CPU kernel: in a child of fork() on a thread of its own, whose OpenMP pool is alive.
+Status run_on_cpu(const KernelEntry& entry, const ForwardCall& call) {
+  if (!base::is_forked_child()) {
+    return entry.forward(call);
+  }
+  Status status;
+  try {
+    std::thread([&] { status = entry.forward(call); }).join();
+  } catch (const std::system_error& error) {
+    return Status::device_error("thread", error.what());
+  }
+  return status;
 }
 
 }  // namespace
@@ -104,7 +121,8 @@ Status Plan::forward(const ForwardInputs& in, const ForwardOutputs& out, Workspa
   if (p.batch == 0 || out.o.elements() == 0) {
     return Status::ok();
   }
-  return state.entry->forward({state.problem, in, out, workspace, stream});
+  const ForwardCall call{state.problem, in, out, workspace, stream};
+  return on_cpu ? run_on_cpu(*state.entry, call) : state.entry->forward(call);
 }
 
 const AttentionProblem& Plan::problem() const { return state_->problem.attention; }

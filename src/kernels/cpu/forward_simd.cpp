@@ -78,12 +78,18 @@ struct Places {
   }
 };
 
+/// Highway asks CPUID at every call, which a virtual machine answers slowly.
+std::int64_t machine_targets() {
+  static const std::int64_t kTargets = hwy::SupportedTargets();
+  return kTargets;
+}
+
 /// Of the f32 peak that the machine's widest vectors have, these vectors' part, 80% of it measured;
 /// f16 and bf16 are computed in f32, whatever units the machine has for them.
 Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
                const tiles::SimdBlocking& blocking) {
   constexpr double kMeasured = 0.8;
-  const std::int64_t targets = hwy::SupportedTargets();
+  const std::int64_t targets = machine_targets();
   const double widest = (targets & HWY_AVX3) != 0 ? 16 : (targets & HWY_AVX2) != 0 ? 8 : 4;
   // without fused multiply-add half of it
   const double own = static_cast<double>(blocking.lanes) / (blocking.lanes > 4 ? 1 : 2);
@@ -132,7 +138,7 @@ struct Entry {
     return Status::ok();
   }
   static Acceptance machine_has() {
-    return (hwy::SupportedTargets() & Set::kTarget) != 0
+    return (machine_targets() & Set::kTarget) != 0
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }
