@@ -497,9 +497,13 @@ void run_task(const Run& run, const cpu::Task& task, std::int64_t head_kv, std::
       if (range.empty) {
         continue;
       }
+      // A register block that reaches past the last key meets the next ones of a tile packed for
+      // all: what they score must not be in the maximum.
+      const bool beyond =
+          packed && range.last % tiles::kSimdRowPad != 0 && begin + range.last < sequence.seqlen_kv;
       PanelTile tile;
       tile.keys = range.last;
-      tile.masked = !range.all;
+      tile.masked = !range.all || beyond;
       tile.select_values = tile.masked && !finite;
       tile.softcap_log2 = capped ? problem.softcap * kLog2E : 0.0f;
       tile.visible = visible;
