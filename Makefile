@@ -3,6 +3,7 @@
 #   make build   build/rafter
 #   make test    build and run every test of this machine
 #   make bench   the benchmark grid, predicted and measured side by side
+#   make python  the Python package in build/python, for .cache/venv/bin/python
 #   make install PREFIX=DIR   the tool, the library, its headers and CMake package
 BUILD := build
 PREFIX := /usr/local
@@ -12,7 +13,7 @@ LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache
 CONFIGURE = tools/install_packages.sh build && \
   cmake --preset default -B $(BUILD) $(LAUNCHER) --log-level=WARNING
 
-.PHONY: run build test bench install clean
+.PHONY: run build test bench python install clean
 
 run: build
 	$(BUILD)/rafter report --out report.html $(if $(QKV),--qkv $(QKV))
@@ -28,6 +29,12 @@ test:
 
 bench: build
 	$(BUILD)/rafter bench attention
+
+python:
+	tools/install_packages.sh python
+	cmake --preset default -B $(BUILD) $(LAUNCHER) --log-level=WARNING -DRAFTER_PYTHON=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/.cache/venv/bin/python
+	cmake --build $(BUILD) --target rafter_python_stub
 
 install:
 	$(CONFIGURE)

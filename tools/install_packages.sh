@@ -2,7 +2,9 @@
 # Installs the Debian packages that a goal needs and that are not there yet; asks nothing.
 #   tools/install_packages.sh build   what `make build`, `make test` and `make bench` need
 #   tools/install_packages.sh ci      that, and what .ci/run checks with
-#   tools/install_packages.sh list    prints both lists, installs nothing
+#   tools/install_packages.sh python  what the Python package is built and tested with: build, and a
+#                                     virtual environment in .cache/venv
+#   tools/install_packages.sh list    prints the lists, installs nothing
 # Instant when everything is there. Needs root or sudo only when something is missing.
 set -euo pipefail
 
@@ -25,56 +27,80 @@ ci_packages=(
   pkgconf                                        # what an installed Rafter is asked with
 )
 
+python_packages=(python3-dev python3-venv)
+python_modules=(nanobind scikit-build-core pytest numpy ml_dtypes)
+
 case "${1:-}" in
   build) wanted=("${build_packages[@]}") ;;
   ci) wanted=("${build_packages[@]}" "${ci_packages[@]}") ;;
+  python) wanted=("${build_packages[@]}" "${python_packages[@]}") ;;
   list)
     echo "build: ${build_packages[*]}"
     echo "ci: ${ci_packages[*]}"
+    echo "python: ${python_packages[*]}; in .cache/venv: ${python_modules[*]}"
     exit 0
     ;;
   *)
-    echo "usage: tools/install_packages.sh build|ci|list" >&2
+    echo "usage: tools/install_packages.sh build|ci|python|list" >&2
     exit 2
     ;;
 esac
 
-if ! command -v dpkg-query > /dev/null; then
-  echo "install_packages: no Debian package system here; make sure that these are installed:" \
-    "${wanted[*]}" >&2
-  exit 0
-fi
+install_debian() {
+  if ! command -v dpkg-query > /dev/null; then
+    echo "install_packages: no Debian package system here; make sure that these are installed:" \
+      "${wanted[*]}" >&2
+    return
+  fi
 
-missing=()
-installed=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' "${wanted[@]}" 2> /dev/null || true)
-for package in "${wanted[@]}"; do
-  grep -qx "installed $package" <<< "$installed" || missing+=("$package")
-done
-if [ ${#missing[@]} -eq 0 ]; then
-  exit 0
-fi
+  missing=()
+  installed=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' "${wanted[@]}" 2> /dev/null || true)
+  for package in "${wanted[@]}"; do
+    grep -qx "installed $package" <<< "$installed" || missing+=("$package")
+  done
+  if [ ${#missing[@]} -eq 0 ]; then
+    return
+  fi
 
-as_root=()
-if [ "$(id -u)" -ne 0 ]; then
-  as_root=(sudo -n)
-  if ! sudo -n true 2> /dev/null; then
-    echo "install_packages: missing: ${missing[*]}" >&2
-    echo "install_packages: neither root nor sudo without a password here; run as root:" \
-      "apt-get install ${missing[*]}" >&2
+  as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    as_root=(sudo -n)
+    if ! sudo -n true 2> /dev/null; then
+      echo "install_packages: missing: ${missing[*]}" >&2
+      echo "install_packages: neither root nor sudo without a password here; run as root:" \
+        "apt-get install ${missing[*]}" >&2
+      exit 1
+    fi
+  fi
+
+  echo "installing: ${missing[*]}"
+  log=$(mktemp)
+  trap 'rm -f "$log"' EXIT
+  apt() {
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@" \
+      < /dev/null >> "$log" 2>&1
+  }
+  # The package index of a fresh machine is empty or old: fetch it first.
+  if ! { apt update && apt install -y --no-install-recommends "${missing[@]}"; }; then
+    tail -n 20 "$log" >&2
+    echo "install_packages: apt-get could not install: ${missing[*]}" >&2
     exit 1
   fi
-fi
-
-echo "installing: ${missing[*]}"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-apt() {
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@" \
-    < /dev/null >> "$log" 2>&1
 }
-# The package index of a fresh machine is empty or old: fetch it first.
-if ! { apt update && apt install -y --no-install-recommends "${missing[@]}"; }; then
-  tail -n 20 "$log" >&2
-  echo "install_packages: apt-get could not install: ${missing[*]}" >&2
-  exit 1
-fi
+
+# A stamp names what the environment was made with; it is made anew when that changes.
+make_environment() {
+  local venv=.cache/venv stamp
+  stamp="$(python3 --version) ${python_modules[*]}"
+  if [ "$(cat "$venv/stamp" 2> /dev/null)" = "$stamp" ]; then
+    return
+  fi
+  echo "making $venv: ${python_modules[*]}"
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "${python_modules[@]}"
+  echo "$stamp" > "$venv/stamp"
+}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+install_debian
+[ "$1" != python ] || make_environment
