@@ -1,17 +1,19 @@
-// The machine of kernels/cpu/forward_amx_task.h in plain loops: 16-lane vectors and eight tiles,
-// the tile product as the manual defines TDPBF16PS (two chains of fused multiply-adds, then their
-// sum).
+// The machines of kernels/cpu/forward_bf16_task.h in plain loops: 16-lane vectors; with eight tiles
+// and their product as the manual defines TDPBF16PS (two chains of fused multiply-adds, then their
+// sum); with VDPBF16PS (two fused multiply-adds, the odd elements first).
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/cpu/forward_amx_task.h"
+#include "kernels/cpu/forward_bf16_run.h"
+// after what has no instruction set
+#include "kernels/cpu/forward_bf16_task.h"
 
 namespace rafter::testing {
 
-struct EmulatedAmx {
+struct EmulatedVectors {
   struct F {
     float v[16];
   };
@@ -21,12 +23,6 @@ struct EmulatedAmx {
   struct K {
     bool v[16];
   };
-  using Tile = unsigned char[16][64];
-  static Tile& tile(int index) {
-    static thread_local Tile tiles[8];
-    return tiles[index];
-  }
-
   template <typename Out, typename Op>
   static Out each(Op op) {
     Out out;
@@ -97,14 +93,15 @@ struct EmulatedAmx {
       to[i] = row != nullptr && c + i < end ? row[c + i] : std::uint16_t{0};
     }
   }
-  static bool interleave(std::uint32_t* to, const std::uint16_t* even, const std::uint16_t* odd,
-                         std::int64_t c, std::int64_t end) {
+  static bool transpose_rows(std::uint16_t* to, const std::uint16_t* const* rows, std::int64_t c,
+                             std::int64_t end) {
     bool finite = true;
-    for (std::int64_t i = 0; i < 16; ++i) {
-      const std::uint16_t low = even != nullptr && c + i < end ? even[c + i] : std::uint16_t{0};
-      const std::uint16_t high = odd != nullptr && c + i < end ? odd[c + i] : std::uint16_t{0};
-      finite = finite && cpu::is_finite_bf16(low) && cpu::is_finite_bf16(high);
-      to[i] = low | static_cast<std::uint32_t>(high) << 16;
+    for (std::int64_t column = 0; column < 32; ++column) {
+      for (std::int64_t i = 0; i < 32; ++i) {
+        const bool there = rows[i] != nullptr && c + column < end;
+        to[column * 32 + i] = there ? rows[i][c + column] : std::uint16_t{0};
+        finite = finite && cpu::is_finite_bf16(to[column * 32 + i]);
+      }
     }
     return finite;
   }
@@ -123,6 +120,14 @@ struct EmulatedAmx {
     for (std::int64_t i = 0; i < count; ++i) {
       to[i] = f32_to_bf16(a.v[i]);
     }
+  }
+};
+
+struct EmulatedAmx : EmulatedVectors {
+  using Tile = unsigned char[16][64];
+  static Tile& tile(int index) {
+    static thread_local Tile tiles[8];
+    return tiles[index];
   }
 
   template <int kTile>
@@ -159,6 +164,40 @@ struct EmulatedAmx {
       }
     }
     std::memcpy(tile(kC), c, sizeof(c));
+  }
+
+  template <bool kAdds, typename Slice>
+  static void product(const forward_bf16::Product& x, const Slice& slice) {
+    forward_bf16::tile_product<EmulatedAmx, kAdds>(x, slice);
+  }
+};
+
+struct EmulatedDotProducts : EmulatedVectors {
+  struct Pairs {
+    std::uint16_t v[16][2];
+  };
+  static Pairs load_pairs(const std::uint16_t* from) {
+    Pairs out;
+    std::memcpy(out.v, from, sizeof(out.v));
+    return out;
+  }
+  static Pairs repeat_pair(const std::uint16_t* from) {
+    Pairs out;
+    for (auto& pair : out.v) {
+      std::memcpy(pair, from, sizeof(pair));
+    }
+    return out;
+  }
+  static F dot_pairs(F sum, const Pairs& a, const Pairs& b) {
+    return each<F>([&](int i) {
+      const float odd = std::fma(bf16_to_f32(a.v[i][1]), bf16_to_f32(b.v[i][1]), sum.v[i]);
+      return std::fma(bf16_to_f32(a.v[i][0]), bf16_to_f32(b.v[i][0]), odd);
+    });
+  }
+
+  template <bool kAdds, typename Slice>
+  static void product(const forward_bf16::Product& x, const Slice& slice) {
+    forward_bf16::vector_product<EmulatedDotProducts, kAdds>(x, slice);
   }
 };
 

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""rafter bench attention beside PyTorch's CPU attention on the same shapes, alternating in one run.
+
+usage: bench/peers/torch_sdpa_cpu.py RAFTER [--out FILE] [--rounds N] [--time S] [--threads N,...]
+                                     [--cells NAME,...] [--device FILE.json] [--isa NAME]
+
+RAFTER is the built tool. One JSON line per (case, threads) is appended to FILE; it holds both: date,
+commit, machine, versions, the case, and for each of the two median, p10, p90 over all rounds.
+
+Each round runs rafter, then PyTorch, for so many seconds, each in a process of its own that is bound
+to the first N CPUs of this one's; PyTorch's process lives through the rounds and sleeps while
+rafter runs. Both get contiguous [batch, seqlen, heads, head_dim] tensors of normal values. FLOPs
+are those that rafter counts (visible pairs alone). Needs PyTorch.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+
+def cases():
+    """Rows of issue "CPU attention at the speed of the silicon" that are a forward."""
+    base = dict(batch=1, heads=8, head_dim=128, causal=0, dtype="bf16")
+    for seqlen in (16, 32, 64):
+        yield "short", base | dict(seqlen=seqlen)
+    for seqlen in (512, 1024, 4096):
+        yield "d128", base | dict(seqlen=seqlen)
+    yield "causal", base | dict(seqlen=4096, causal=1)
+    yield "d64", base | dict(seqlen=4096, head_dim=64)
+    yield "f32", base | dict(seqlen=4096, dtype="f32")
+
+
+def worker(case, threads):
+    """Answers each line on stdin (seconds) with the times of calls in so many seconds."""
+    import torch
+    import torch.nn.functional as functional
+
+    torch.set_num_threads(threads)
+    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case["dtype"]]
+    shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
+    q, k, v = (torch.randn(shape, dtype=dtype).transpose(1, 2) for _ in range(3))
+    with torch.inference_mode():
+        def call():
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=bool(case["causal"]))
+
+        call()
+        call()
+        print(json.dumps({"torch": torch.__version__}), flush=True)
+        for line in sys.stdin:
+            end = time.perf_counter() + float(line)
+            times = []
+            while len(times) < 3 or time.perf_counter() < end:
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            print(json.dumps(times), flush=True)
+
+
+def bound(threads):
+    """For subprocess: the first CPUs, as many as there are threads."""
+    first = sorted(os.sched_getaffinity(0))[:threads]
+    return {"preexec_fn": lambda: os.sched_setaffinity(0, first),
+            "env": os.environ | {"OMP_NUM_THREADS": str(threads)}, "text": True}
+
+
+def rafter_once(arguments, case, threads):
+    command = [arguments.rafter, "bench", "attention", "--pipeline", "fused", "--format", "json",
+               "--seqlen", str(case["seqlen"]), "--head-dim", str(case["head_dim"]),
+               "--heads-q", str(case["heads"]), "--batch", str(case["batch"]),
+               "--causal", str(case["causal"]), "--dtype", case["dtype"],
+               "--threads", str(threads), "--time", str(arguments.time)]
+    if arguments.device:
+        command += ["--device", arguments.device]
+    options = bound(threads)
+    if arguments.isa:
+        options["env"]["RAFTER_CPU_ISA"] = arguments.isa
+    done = subprocess.run(command, capture_output=True, check=False, **options)
+    if done.returncode != 0:
+        raise SystemExit(f"rafter failed: {done.stderr.strip()}")
+    document = json.loads(done.stdout)
+    if len(document["benchmarks"]) != 1:
+        raise SystemExit(f"rafter gave {len(document['benchmarks'])} rows where one was asked for")
+    return document["context"], document["benchmarks"][0]
+
+
+def summary(medians, low, high, flops):
+    median = statistics.median(medians)
+    return {"median_s": median, "p10_s": min(low), "p90_s": max(high), "flop_per_s": flops / median}
+
+
+def compare(arguments, group, case, threads):
+    peer = subprocess.Popen([sys.executable, __file__, "--worker", json.dumps([case, threads])],
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, **bound(threads))
+    versions = json.loads(peer.stdout.readline())
+    ours, theirs = [], []
+    for _ in range(arguments.rounds):
+        context, row = rafter_once(arguments, case, threads)
+        ours.append(row)
+        peer.stdin.write(f"{arguments.time}\n")
+        peer.stdin.flush()
+        theirs.append(sorted(json.loads(peer.stdout.readline())))
+        time.sleep(0.3)  # its threads spin for a while before they sleep
+    peer.stdin.close()
+    peer.wait()
+    flops = ours[0]["flops"]
+    rafter = summary([r["time_s"] for r in ours], [r["time_p10_s"] for r in ours],
+                     [r["time_p90_s"] for r in ours], flops)
+    torch = summary([statistics.median(t) for t in theirs], [t[len(t) // 10] for t in theirs],
+                    [t[len(t) * 9 // 10] for t in theirs], flops)
+    return {"record": "peer",
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "context": context, **versions, "group": group, "case": case | {"threads": threads},
+            "rounds": arguments.rounds, "flops": flops,
+            "rafter": {"kernel": ours[0]["kernel"], **rafter}, "torch_sdpa": torch,
+            "times_faster": torch["median_s"] / rafter["median_s"]}
+
+
+def main():
+    if len(sys.argv) == 3 and sys.argv[1] == "--worker":
+        worker(*json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("rafter")
+    parser.add_argument("--out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--time", type=float, default=0.5)
+    parser.add_argument("--threads", default="1,2,4,16")
+    parser.add_argument("--cells", default="short,d128,causal,d64,f32")
+    parser.add_argument("--device", help="probe file of this machine (rafter probe --out)")
+    parser.add_argument("--isa", help="RAFTER_CPU_ISA for rafter")
+    arguments = parser.parse_args()
+    for threads in (int(n) for n in arguments.threads.split(",")):
+        if threads > len(os.sched_getaffinity(0)):
+            print(f"skipped: {threads} threads, and there are fewer CPUs", file=sys.stderr)
+            continue
+        for group, case in cases():
+            if group not in arguments.cells.split(","):
+                continue
+            record = compare(arguments, group, case, threads)
+            if arguments.out:
+                with open(arguments.out, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            print(f"{threads:2d} threads", *(f"{k}={v}" for k, v in case.items()),
+                  f"{record['rafter']['kernel']} {record['rafter']['flop_per_s'] / 1e12:.3f}",
+                  f"torch {record['torch_sdpa']['flop_per_s'] / 1e12:.3f} TFLOP/s,"
+                  f" {record['times_faster']:.2f} times", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+// One block of the fused bf16 forward, 32 rows by two panels of 16 queries, over an abstract
+// machine M (forward_bf16_task.h): its products on tiles or on vectors, and what softmax does to
+// its scores.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cpu/forward_bf16_run.h"
+
+namespace rafter::forward_bf16 {
+
+/// A product on a unit of eight tiles; slice() is vector work for the time that four tile products
+/// take.
+template <typename M, bool kAdds, typename Slice>
+[[gnu::always_inline]] inline void tile_product(const Product& x, const Slice& slice) {
+  constexpr std::int64_t kRow = 64;  // bytes
+  if constexpr (kAdds) {
+    M::template tile_load<0>(x.c0, kRow);
+    M::template tile_load<1>(x.c1, kRow);
+    M::template tile_load<2>(x.c0 + kTileSums, kRow);
+    M::template tile_load<3>(x.c1 + kTileSums, kRow);
+  } else {
+    M::template tile_zero<0>();
+    M::template tile_zero<1>();
+    M::template tile_zero<2>();
+    M::template tile_zero<3>();
+  }
+  for (std::int64_t step = 0; step < x.steps; ++step) {
+    const std::uint16_t* const a = x.a + step * 2 * kTileElements;
+    M::template tile_load<4>(a, kRow);
+    M::template tile_load<6>(x.b0 + step * kTileElements, kRow);
+    M::template tile_dot<0, 4, 6>();
+    M::template tile_load<7>(x.b1 + step * kTileElements, kRow);
+    M::template tile_dot<1, 4, 7>();
+    M::template tile_load<5>(a + kTileElements, kRow);
+    M::template tile_dot<2, 5, 6>();
+    M::template tile_dot<3, 5, 7>();
+    slice();
+  }
+  M::template tile_store<0>(x.c0, kRow);
+  M::template tile_store<1>(x.c1, kRow);
+  M::template tile_store<2>(x.c0 + kTileSums, kRow);
+  M::template tile_store<3>(x.c1 + kTileSums, kRow);
+}
+
+/// The same on vectors with a dot product of pairs: 8 rows of both panels stay in registers from
+/// the first step to the last.
+template <typename M, bool kAdds, typename Slice>
+[[gnu::always_inline]] inline void vector_product(const Product& x, const Slice& slice) {
+  constexpr std::int64_t kRows = 8;
+  static_assert(kPanel % kRows == 0);
+  for (std::int64_t row = 0; row < kBlock; row += kRows) {
+    float* const c0 = x.c0 + row * kPanel;
+    float* const c1 = x.c1 + row * kPanel;
+    typename M::F sum0[kRows], sum1[kRows];
+#pragma GCC unroll 8
+    for (std::int64_t i = 0; i < kRows; ++i) {
+      sum0[i] = kAdds ? M::load(c0 + i * kPanel) : M::set(0.0f);
+      sum1[i] = kAdds ? M::load(c1 + i * kPanel) : M::set(0.0f);
+    }
+    const std::uint16_t* const a = x.a + row / kPanel * kTileElements + row % kPanel * 32;
+    for (std::int64_t step = 0; step < x.steps; ++step) {
+      for (std::int64_t pair = 0; pair < 16; ++pair) {
+        const auto b0 = M::load_pairs(x.b0 + step * kTileElements + pair * 32);
+        const auto b1 = M::load_pairs(x.b1 + step * kTileElements + pair * 32);
+        const std::uint16_t* const at = a + step * 2 * kTileElements + pair * 2;
+#pragma GCC unroll 8
+        for (std::int64_t i = 0; i < kRows; ++i) {
+          const auto ai = M::repeat_pair(at + i * 32);
+          sum0[i] = M::dot_pairs(sum0[i], ai, b0);
+          sum1[i] = M::dot_pairs(sum1[i], ai, b1);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (std::int64_t i = 0; i < kRows; ++i) {
+      M::store(c0 + i * kPanel, sum0[i]);
+      M::store(c1 + i * kPanel, sum1[i]);
+    }
+    slice();
+  }
+}
+
+/// tanh: an odd polynomial below 0.625 (coefficients: Cephes, tanhf.c), beyond it
+/// 1 − 2 / (e^{2|x|} + 1).
+template <typename M>
+inline typename M::F tanh_of(typename M::F x) {
+  const auto magnitude = M::max(M::sub(M::set(0.0f), x), x);
+  const auto square = M::mul(x, x);
+  auto p = M::fma(M::set(-5.70498872745e-3f), square, M::set(2.06390887954e-2f));
+  p = M::fma(p, square, M::set(-5.37397155531e-2f));
+  p = M::fma(p, square, M::set(1.33314422036e-1f));
+  p = M::fma(p, square, M::set(-3.33332819422e-1f));
+  const auto small = M::fma(M::mul(p, square), x, x);
+  const auto bounded = M::select(M::greater(magnitude, M::set(40.0f)), M::set(40.0f), magnitude);
+  const auto e = M::exp2(M::mul(bounded, M::set(2.8853900817779268f)));
+  const auto large = M::sub(M::set(1.0f), M::div(M::set(2.0f), M::add(e, M::set(1.0f))));
+  const auto negative = M::greater(M::set(0.0f), x);
+  const auto big = M::greater(magnitude, M::set(0.625f));
+  return M::select(big, M::select(negative, M::sub(M::set(0.0f), large), large), small);
+}
+
+/// Softcap and mask on the scores of a panel. visible: [2][16], first and last key of each lane.
+template <typename M>
+inline void adjust_scores(const Scores& scores, const std::int32_t* visible, float* s) {
+  const auto first = M::load_i(visible);
+  const auto last = M::load_i(visible + kPanel);
+  const auto hidden = M::set(kMinusInfinity);
+  for (std::int64_t key = 0; key < kBlock; ++key) {
+    auto score = M::load(s + key * kPanel);
+    if (scores.capped_input != 0) {
+      score = tanh_of<M>(M::mul(score, M::set(scores.capped_input)));
+    }
+    const auto sees = M::within(first, last, static_cast<std::int32_t>(key));
+    M::store(s + key * kPanel, M::select(sees, score, hidden));
+  }
+}
+
+/// Largest score of each lane, scaled.
+template <typename M>
+inline typename M::F top_of(const Scores& scores, const float* s) {
+  auto top0 = M::load(s);
+  auto top1 = M::load(s + kPanel);
+  auto top2 = M::load(s + 2 * kPanel);
+  auto top3 = M::load(s + 3 * kPanel);
+  for (std::int64_t key = 4; key < kBlock; key += 4) {
+    top0 = M::max(top0, M::load(s + key * kPanel));
+    top1 = M::max(top1, M::load(s + (key + 1) * kPanel));
+    top2 = M::max(top2, M::load(s + (key + 2) * kPanel));
+    top3 = M::max(top3, M::load(s + (key + 3) * kPanel));
+  }
+  return M::mul(M::set(scores.scale_log2), M::max(M::max(top0, top1), M::max(top2, top3)));
+}
+
+/// P of one block, two panels, pair of keys by pair of keys, and its sums.
+template <typename M>
+struct Exponentials {
+  using F = typename M::F;
+  const float* s0 = nullptr;  // [32][16]
+  const float* s1 = nullptr;
+  std::uint32_t* p0 = nullptr;  // [16 pairs][16]
+  std::uint32_t* p1 = nullptr;
+  F scale, offset0, offset1;
+  F even0, odd0, even1, odd1;
+  std::int64_t done = 0;
+
+  [[gnu::always_inline]] void advance(std::int64_t pairs) {
+    const std::int64_t end = std::min(done + pairs, kBlock / 2);
+    for (; done < end; ++done) {
+      one(s0, p0, offset0, even0, odd0);
+      one(s1, p1, offset1, even1, odd1);
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void one(const float* s, std::uint32_t* p, F offset, F& even, F& odd) {
+    const float* const from = s + 2 * done * kPanel;
+    const auto e = M::exp2(M::fma(M::load(from), scale, offset));
+    const auto o = M::exp2(M::fma(M::load(from + kPanel), scale, offset));
+    even = M::add(even, e);
+    odd = M::add(odd, o);
+    M::store_pair(p + done * kPanel, e, o);
+  }
+};
+
+}  // namespace rafter::forward_bf16
