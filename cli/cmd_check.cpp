@@ -144,13 +144,19 @@ void check_all(const CheckFlags& flags, Context& context) {
     if (!flags.kernel.empty() && kernel.name != flags.kernel) {
       continue;
     }
-    if (kernel.device == Device::Kind::cpu && kernel.machine_has) {
+    if (kernel.device == Device::Kind::cpu && kernel.pass == Pass::forward && kernel.machine_has) {
       kernels.push_back(std::move(kernel));
     } else {
-      absent.push_back(fmt::format(
-          "not run: {}: {}", kernel.name,
-          kernel.machine_has ? "check does not drive the GPU yet" : kernel.machine_reason));
+      absent.push_back(fmt::format("not run: {}: {}", kernel.name,
+                                   !kernel.machine_has ? kernel.machine_reason
+                                   : kernel.pass == Pass::backward
+                                       ? "check does not run the backward pass yet"
+                                       : "check does not drive the GPU yet"));
     }
+  }
+  if (kernels.empty()) {
+    fail_flag("--kernel", flags.kernel,
+              "a kernel of the forward pass (check does not run the backward pass yet)");
   }
   Outcome outcome;
   for (const KernelInfo& kernel : kernels) {

@@ -20,6 +20,7 @@ void print_kernels(const Context& context) {
     Json row = Json::object();
     row["kernel"] = kernel.name;
     row["device"] = to_string(kernel.device);
+    row["pass"] = to_string(kernel.pass);
     row["pipeline"] = to_string(kernel.pipeline);
     row["instruction_set"] = kernel.instruction_set;
     row["dtypes"] = std::move(dtypes);

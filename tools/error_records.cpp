@@ -147,7 +147,7 @@ void print_records(const Case& c, std::uint64_t seed) {
     const bool takes =
         std::find(kernel.dtypes.begin(), kernel.dtypes.end(), c.dtype) != kernel.dtypes.end();
     if (kernel.device != rafter::Device::Kind::cpu || !kernel.machine_has || !takes ||
-        kernel.name == "forward_reference") {
+        kernel.pass != rafter::Pass::forward || kernel.name == "forward_reference") {
       continue;
     }
     const std::vector<float> o = run(c, kernel.name, q, k, v);

@@ -65,6 +65,7 @@ struct AttentionProblem {
 
 /// How to do it: everything has a default, and whatever is asked for is done or refused by name.
 struct PlanOptions {
+  Pass pass = Pass::forward;              // what the plan runs: Plan::forward or Plan::backward
   std::optional<Pipeline> pipeline = {};  // default: the pipeline of the cheapest kernel
   std::string kernel = {};                // force the kernel of this name (kernels.h lists them)
   int threads = 0;                        // CPU: 0 is the OpenMP default
@@ -86,6 +87,28 @@ struct ForwardInputs {
 struct ForwardOutputs {
   TensorView o;      // [batch, seqlen_q, heads_q, head_dim_v]
   LseView lse = {};  // [batch, heads_q, seqlen_q]; may be null
+};
+
+/// What the forward pass took and gave, and the gradient of what it gave. q, k, v are of the
+/// problem's dtype; o and d_o of that or f32, whatever the others are.
+struct BackwardInputs {
+  TensorView q;                  // [batch, seqlen_q, heads_q, head_dim]
+  TensorView k;                  // [batch, seqlen_kv, heads_kv, head_dim]
+  TensorView v;                  // [batch, seqlen_kv, heads_kv, head_dim_v]
+  TensorView o;                  // [batch, seqlen_q, heads_q, head_dim_v]
+  LseView lse;                   // [batch, heads_q, seqlen_q]
+  TensorView d_o;                // [batch, seqlen_q, heads_q, head_dim_v]: gradient of o
+  LseView dlse = {};             // [batch, heads_q, seqlen_q]: gradient of lse; null is zero
+  IndexView cu_seqlens_q = {};   // packed, as in ForwardInputs
+  IndexView cu_seqlens_kv = {};  // packed
+  IndexView seqused_kv = {};     // [batch]
+};
+
+/// Each of the problem's dtype or f32.
+struct BackwardOutputs {
+  TensorView dq;  // [batch, seqlen_q, heads_q, head_dim]
+  TensorView dk;  // [batch, seqlen_kv, heads_kv, head_dim]: summed over the group
+  TensorView dv;  // [batch, seqlen_kv, heads_kv, head_dim_v]: summed over the group
 };
 
 /// Where a CUDA plan queues its work: a cudaStream_t, null for the default stream. CPU plans run at
@@ -123,7 +146,19 @@ class Plan {
   Status forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace = {},
                  Stream stream = {}) const;
 
+  /// dq, dk and dv of a loss whose gradients with respect to o and lse are d_o and dlse: with
+  /// P = exp(S − lse) computed again from q, k and lse,
+  ///   dv = Pᵀ d_o,  dS = P ∘ (d_o vᵀ − rowsum(d_o ∘ o) + dlse),  dq = dS k,  dk = dSᵀ q,
+  /// the last two times softmax_scale (and the derivative of softcap). Accumulated in f32; the same
+  /// bits every time, whatever the number of threads and the neighbours in the batch. A row that
+  /// sees no key has gradient 0, and so has a key that no row sees; rows that belong to no sequence
+  /// and keys past seqused_kv are not written. Wants a plan made with pass = backward.
+  /// Errors: as forward(). Source: Dao et al. 2022, arXiv 2205.14135, algorithm 4.
+  Status backward(const BackwardInputs& in, const BackwardOutputs& out, Workspace workspace = {},
+                  Stream stream = {}) const;
+
   const AttentionProblem& problem() const;  // with defaults filled in
+  Pass pass() const;
   const std::string& kernel() const;
   Pipeline pipeline() const;
   int threads() const;
@@ -141,7 +176,8 @@ class Plan {
   std::shared_ptr<const detail::PlanState> state_;
 };
 
-/// Validates the problem, chooses the accepted kernel of least predicted time, sizes the workspace.
+/// Validates the problem, chooses the accepted kernel of least predicted time among those of
+/// options.pass, sizes the workspace. The paged layout has no backward pass.
 /// Errors: invalid_argument names the field, what was given and what is allowed; unsupported lists
 /// every kernel and why it refused.
 Result<Plan> plan(const AttentionProblem& problem, const Device& device,

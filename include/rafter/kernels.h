@@ -13,6 +13,7 @@ namespace rafter {
 struct KernelInfo {
   std::string name;
   Device::Kind device = Device::Kind::cpu;
+  Pass pass = Pass::forward;
   Pipeline pipeline = Pipeline::fused;
   std::string instruction_set;  // "portable", "avx2", "avx512", "amx", "sm_90a", …
   std::vector<DType> dtypes;

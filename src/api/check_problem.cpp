@@ -164,4 +164,12 @@ Status check_options(const PlanOptions& options) {
   return check_at_least("splits", options.splits, 0);
 }
 
+Status check_pass(const AttentionProblem& problem, Pass pass) {
+  if (pass == Pass::backward && problem.layout == Layout::paged) {
+    return Status::unsupported("layout", "paged with pass = backward",
+                               "dense or packed (pages may be shared; a gradient cannot be)");
+  }
+  return Status::ok();
+}
+
 }  // namespace rafter::api

@@ -15,6 +15,8 @@ namespace rafter::api {
 Result<AttentionProblem> complete_problem(const AttentionProblem& problem);
 
 Status check_options(const PlanOptions& options);
+/// A complete problem has the pass: the paged layout has no backward.
+Status check_pass(const AttentionProblem& problem, Pass pass);
 
 /// A tensor or lse as its checks see it.
 struct View {
@@ -44,9 +46,28 @@ struct RunDemands {
   bool host_indices = true;          // lengths and page tables can be read here (not on CUDA)
 };
 
+struct Shape {
+  std::int64_t size[4];
+};
+/// Sizes of the tensors of a problem, by layout.
+struct Shapes {
+  Shape q, k, v, o, lse;
+};
+Shapes shapes_of(const AttentionProblem& problem);
+
+Status check_shape(const View& view, const Shape& wanted);
+Status check_head_dim_stride(const TensorView& tensor, const char* name, bool any_stride);
+/// The dtype of the problem, or f32 where `or_f32`.
+Status check_dtype_of(const TensorView& tensor, const char* name, DType dtype, bool or_f32);
+Status check_workspace(Workspace workspace, std::int64_t bytes);
+/// The workspace as a view of bytes, so that it takes part in the overlap checks.
+View view_of_workspace(Workspace workspace, std::int64_t bytes);
+
 /// All that a run checks.
 Status check_forward(const AttentionProblem& problem, const ForwardInputs& in,
                      const ForwardOutputs& out, Workspace workspace, const RunDemands& demands);
+Status check_backward(const AttentionProblem& problem, const BackwardInputs& in,
+                      const BackwardOutputs& out, Workspace workspace, const RunDemands& demands);
 /// Shapes, dtypes and (where readable) contents of cu_seqlens, seqused_kv and page_table.
 Status check_indices(const AttentionProblem& problem, const ForwardInputs& in, bool host_indices);
 

@@ -43,12 +43,13 @@ std::string layout_text(const AttentionProblem& p) {
   return "dense";
 }
 
-std::string problem_text(const AttentionProblem& p) {
+std::string problem_text(const AttentionProblem& p, Pass pass) {
   std::string text = fmt::format(
-      "attention forward, {}, {}: batch {}, heads_q {}, heads_kv {} (group {}), seqlen_q {}, "
+      "attention {}, {}, {}: batch {}, heads_q {}, heads_kv {} (group {}), seqlen_q {}, "
       "seqlen_kv {}, head_dim {}, head_dim_v {}, {}, softmax_scale {:.6g}",
-      to_string(p.dtype), layout_text(p), p.batch, p.heads_q, p.heads_kv, p.heads_q / p.heads_kv,
-      p.seqlen_q, p.seqlen_kv, p.head_dim, p.head_dim_v, mask_text(p.mask), *p.softmax_scale);
+      to_string(pass), to_string(p.dtype), layout_text(p), p.batch, p.heads_q, p.heads_kv,
+      p.heads_q / p.heads_kv, p.seqlen_q, p.seqlen_kv, p.head_dim, p.head_dim_v, mask_text(p.mask),
+      *p.softmax_scale);
   if (p.softcap > 0) {
     text += fmt::format(", softcap {:.6g}", p.softcap);
   }
@@ -73,7 +74,7 @@ std::string candidate_text(const Candidate& c, const detail::PlanState& state) {
 std::string Plan::explain() const {
   const detail::PlanState& state = *state_;
   const KernelEntry& entry = *state.entry;
-  std::string text = problem_text(problem());
+  std::string text = problem_text(problem(), pass());
   auto out = std::back_inserter(text);
   fmt::format_to(out, "kernel {} ({}, {}), ", entry.name, to_string(entry.pipeline),
                  entry.instruction_set);

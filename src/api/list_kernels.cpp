@@ -9,6 +9,7 @@ std::vector<KernelInfo> list_kernels() {
     const KernelEntry& entry = *kernel.entry;
     list.push_back({.name = std::string(entry.name),
                     .device = entry.device,
+                    .pass = entry.pass(),
                     .pipeline = entry.pipeline,
                     .instruction_set = std::string(entry.instruction_set),
                     .dtypes = entry.dtypes,

@@ -41,14 +41,16 @@ Result<const DeviceSpec*> spec_for(const PlanOptions& options, Device::Kind kind
   return options.device_spec;
 }
 
-/// Runs a CPU kernel: in a child of fork() on a thread of its own, whose OpenMP pool is alive.
-Status run_on_cpu(const KernelEntry& entry, const ForwardCall& call) {
-  if (!base::is_forked_child()) {
-    return entry.forward(call);
+/// Runs a kernel; one of the CPU in a child of fork() on a thread of its own, whose OpenMP pool is
+/// alive.
+template <typename Call>
+Status run_kernel(const detail::PlanState& state, Status (*kernel)(const Call&), const Call& call) {
+  if (state.device.kind != Device::Kind::cpu || !base::is_forked_child()) {
+    return kernel(call);
   }
   Status status;
   try {
-    std::thread([&] { status = entry.forward(call); }).join();
+    std::thread([&] { status = kernel(call); }).join();
   } catch (const std::system_error& error) {
     return Status::device_error("thread", error.what());
   }
@@ -74,6 +76,9 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   if (!spec) {
     return spec.status();
   }
+  if (Status status = api::check_pass(*completed, options.pass); !status) {
+    return status;
+  }
   auto state = std::make_shared<detail::PlanState>();
   state->device = device;
   state->problem.attention = *std::move(completed);
@@ -89,9 +94,8 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   state->candidates = std::move(choice->candidates);
   state->workspace_bytes = state->entry->workspace(state->problem);
 
-  Result<Cost> cost =
-      attention_cost(state->problem.attention, state->entry->pipeline, Pass::forward, Convention{},
-                     std::max<std::int64_t>(options.splits, 1));
+  Result<Cost> cost = attention_cost(state->problem.attention, state->entry->pipeline, options.pass,
+                                     Convention{}, std::max<std::int64_t>(options.splits, 1));
   if (!cost) {
     return cost.status();
   }
@@ -104,27 +108,65 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   return Plan(std::move(state));
 }
 
+namespace {
+
+/// What a run demands of its plan, whatever the tensors.
+Status check_run(const detail::PlanState& state, Pass pass, Stream stream) {
+  if (state.entry->pass() != pass) {
+    return Status::invalid_argument(
+        "plan", std::string("a plan of the ") + to_string(state.entry->pass()) + " pass",
+        std::string("one made with PlanOptions::pass = ") + to_string(pass));
+  }
+  if (state.device.kind == Device::Kind::cpu && stream.handle != nullptr) {
+    return Status::invalid_argument("stream", "a stream", "none (a CPU plan runs at once)");
+  }
+  return Status::ok();
+}
+
+api::RunDemands demands_of(const detail::PlanState& state) {
+  return {.workspace_bytes = state.workspace_bytes,
+          .any_head_dim_stride = state.entry->any_head_dim_stride,
+          .host_indices = state.device.kind == Device::Kind::cpu};
+}
+
+}  // namespace
+
 Status Plan::forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace,
                      Stream stream) const {
   const detail::PlanState& state = *state_;
   const AttentionProblem& p = state.problem.attention;
-  const bool on_cpu = state.device.kind == Device::Kind::cpu;
-  if (on_cpu && stream.handle != nullptr) {
-    return Status::invalid_argument("stream", "a stream", "none (a CPU plan runs at once)");
+  if (Status status = check_run(state, Pass::forward, stream); !status) {
+    return status;
   }
-  const api::RunDemands demands{.workspace_bytes = state.workspace_bytes,
-                                .any_head_dim_stride = state.entry->any_head_dim_stride,
-                                .host_indices = on_cpu};
-  if (Status status = api::check_forward(p, in, out, workspace, demands); !status) {
+  if (Status status = api::check_forward(p, in, out, workspace, demands_of(state)); !status) {
     return status;
   }
   if (p.batch == 0 || out.o.elements() == 0) {
     return Status::ok();
   }
-  const ForwardCall call{state.problem, in, out, workspace, stream};
-  return on_cpu ? run_on_cpu(*state.entry, call) : state.entry->forward(call);
+  return run_kernel(state, state.entry->forward,
+                    ForwardCall{state.problem, in, out, workspace, stream});
 }
 
+Status Plan::backward(const BackwardInputs& in, const BackwardOutputs& out, Workspace workspace,
+                      Stream stream) const {
+  const detail::PlanState& state = *state_;
+  if (Status status = check_run(state, Pass::backward, stream); !status) {
+    return status;
+  }
+  if (Status status =
+          api::check_backward(state.problem.attention, in, out, workspace, demands_of(state));
+      !status) {
+    return status;
+  }
+  if (out.dq.elements() == 0 && out.dk.elements() == 0) {
+    return Status::ok();
+  }
+  return run_kernel(state, state.entry->backward,
+                    BackwardCall{state.problem, in, out, workspace, stream});
+}
+
+Pass Plan::pass() const { return state_->entry->pass(); }
 const AttentionProblem& Plan::problem() const { return state_->problem.attention; }
 const std::string& Plan::kernel() const { return state_->kernel; }
 Pipeline Plan::pipeline() const { return state_->entry->pipeline; }

@@ -10,15 +10,19 @@
 namespace rafter::dispatch {
 namespace {
 
-std::string names_of(Device::Kind device) {
+bool takes_part(const KernelEntry& entry, Device::Kind device, Pass pass) {
+  return entry.device == device && entry.pass() == pass;
+}
+
+std::string names_of(Device::Kind device, Pass pass) {
   std::string names;
   for (const Registered& kernel : kernels()) {
-    if (kernel.entry->device == device) {
+    if (takes_part(*kernel.entry, device, pass)) {
       names += names.empty() ? "" : ", ";
       names += kernel.entry->name;
     }
   }
-  return names.empty() ? "none: this build has no kernel for this device" : names;
+  return names.empty() ? "none: this build has no kernel of this pass for this device" : names;
 }
 
 /// Why the options or the machine rule a kernel out; the kernel itself is asked last.
@@ -49,8 +53,8 @@ Status check_forced(const PlanOptions& options, Device::Kind device) {
     return Status::ok();
   }
   const Registered* forced = find_kernel(options.kernel);
-  if (forced == nullptr || forced->entry->device != device) {
-    return Status::invalid_argument("kernel", options.kernel, names_of(device));
+  if (forced == nullptr || !takes_part(*forced->entry, device, options.pass)) {
+    return Status::invalid_argument("kernel", options.kernel, names_of(device, options.pass));
   }
   if (options.pipeline && *options.pipeline != forced->entry->pipeline) {
     return Status::invalid_argument(
@@ -81,7 +85,8 @@ Status no_kernel(const std::vector<Candidate>& candidates, const PlanOptions& op
                (candidate.refusal.empty() ? "runs only when forced" : candidate.refusal);
   }
   if (reasons.empty()) {
-    reasons = std::string("this build has no kernel for ") + to_string(device);
+    reasons = std::string("this build has no kernel of the ") + to_string(options.pass) +
+              " pass for " + to_string(device);
   }
   return Status::unsupported(parameter, what, reasons);
 }
@@ -103,7 +108,7 @@ Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const P
   double least = 0;
   for (const Registered& kernel : kernels()) {
     const KernelEntry& entry = *kernel.entry;
-    if (entry.device != device) {
+    if (!takes_part(entry, device, options.pass)) {
       continue;
     }
     const Acceptance acceptance = acceptance_of(kernel, problem, options, *limit);

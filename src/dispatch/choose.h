@@ -10,12 +10,12 @@ namespace rafter::dispatch {
 struct Choice {
   const KernelEntry* entry = nullptr;
   bool forced = false;                // options.kernel named it
-  std::vector<Candidate> candidates;  // every kernel of the device, sorted by name
+  std::vector<Candidate> candidates;  // every kernel of the device and pass, sorted by name
 };
 
-/// Looks at every kernel for the device. Errors: invalid_argument for a kernel that does not exist,
-/// a pipeline that contradicts the kernel, an unknown RAFTER_CPU_ISA; unsupported lists every
-/// kernel and why it refused.
+/// Looks at every kernel of options.pass for the device. Errors: invalid_argument for a kernel that
+/// does not exist, a pipeline that contradicts the kernel, an unknown RAFTER_CPU_ISA; unsupported
+/// lists every kernel and why it refused.
 Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const PlanOptions& options,
                       const DeviceSpec& spec);
 

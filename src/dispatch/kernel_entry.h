@@ -30,6 +30,15 @@ struct ForwardCall {
   Stream stream = {};  // CUDA kernels queue on it
 };
 
+/// The same for the backward pass.
+struct BackwardCall {
+  const KernelProblem& problem;
+  const BackwardInputs& in;
+  const BackwardOutputs& out;
+  Workspace workspace;
+  Stream stream = {};
+};
+
 /// yes, or why not in one clause ("f16 is not among f32, bf16").
 struct Acceptance {
   bool yes = true;
@@ -52,11 +61,15 @@ struct KernelEntry {
   /// reaches of it.
   double (*seconds)(const KernelProblem&, const DeviceSpec&);
   std::int64_t (*workspace)(const KernelProblem&);
-  Status (*forward)(const ForwardCall&);
+  // One of the two: a kernel runs one pass.
+  Status (*forward)(const ForwardCall&) = nullptr;
+  Status (*backward)(const BackwardCall&) = nullptr;
   bool only_when_forced = false;     // the float64 reference: never chosen by itself
   bool any_head_dim_stride = false;  // q, k, v, o may have a head_dim stride other than 1
   /// What a user should know about how this kernel would do it here; empty when nothing. Optional.
   std::string (*note)(const KernelProblem&) = nullptr;
+
+  Pass pass() const { return backward != nullptr ? Pass::backward : Pass::forward; }
 };
 
 /// Shares of a device's ceilings that a kernel was measured to reach; its document in docs/kernels
@@ -71,7 +84,7 @@ struct Reach {
 /// kernel reaches of it; fewer threads than cores have their part of the compute peak. Infinite
 /// where the device lacks a figure (plan() then says which). Defined in dispatch/predict.cpp.
 double predicted_seconds(const KernelProblem& problem, Pipeline pipeline, const DeviceSpec& spec,
-                         const Reach& reach);
+                         const Reach& reach, Pass pass = Pass::forward);
 
 using EntriesFunction = std::span<const KernelEntry> (*)();
 

@@ -8,9 +8,9 @@
 namespace rafter {
 
 double predicted_seconds(const KernelProblem& problem, Pipeline pipeline, const DeviceSpec& spec,
-                         const Reach& reach) {
+                         const Reach& reach, Pass pass) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
-  const Result<Cost> cost = attention_cost(problem.attention, pipeline, Pass::forward, Convention{},
+  const Result<Cost> cost = attention_cost(problem.attention, pipeline, pass, Convention{},
                                            std::max<std::int64_t>(problem.splits, 1));
   const Result<double> peak = spec.peak(problem.attention.dtype);
   const Figure* bandwidth = spec.find("bandwidth_bytes_per_s");

@@ -39,6 +39,8 @@ struct BasicMaskWindow {
     const Int last = right < 0 ? seqlen_kv : std::min<Int>(seqlen_kv, end - 1 + offset + right + 1);
     return first < last ? Range{first, last} : Range{0, 0};
   }
+  /// The same mask from the keys' side: its row(j) are the query rows, of `rows`, that see key j.
+  constexpr BasicMaskWindow transposed(Int rows) const { return {right, left, -offset, rows}; }
 };
 using MaskWindow = BasicMaskWindow<std::int64_t>;
 

@@ -53,6 +53,7 @@ TEST(Check, OneKernelOnOneCase) {
 
 TEST(Check, UnknownNamesAreRefusedWithTheKnownOnes) {
   expect_refused({"check", "--kernel", "forward_refrence"}, {"--kernel", "forward_reference"});
+  expect_refused({"check", "--kernel", "backward_reference"}, {"--kernel", "backward"});
   expect_refused({"check", "--case", "causal_66"}, {"--case", "causal_65"});
   expect_refused({"check", "--format", "xml"}, {"--format", "table, json, csv"});
   expect_refused({"check", "--seqlen", "4"}, {"--seqlen", "unknown flag"});

@@ -11,7 +11,7 @@ TEST(Kernels, EachSaysWhatItIsAndWhyItIsNotHere) {
   ASSERT_FALSE(kernels.empty());
   bool reference = false;
   for (const auto& kernel : kernels) {
-    for (const char* key : {"kernel", "device", "pipeline", "instruction_set", "accepts"}) {
+    for (const char* key : {"kernel", "device", "pass", "pipeline", "instruction_set", "accepts"}) {
       EXPECT_FALSE(kernel.at(key).get<std::string>().empty()) << kernel.dump();
     }
     EXPECT_FALSE(kernel.at("dtypes").empty()) << kernel.dump();

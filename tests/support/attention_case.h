@@ -10,6 +10,7 @@
 
 #include "rafter/attention.h"
 #include "support/guarded_buffer.h"
+#include "support/oracle.h"
 
 namespace rafter::testing {
 
@@ -81,11 +82,18 @@ Expected expect_values(const Case& c, const Values& values);
 /// run_case, expect_values and close_to in one.
 void check_case(const Case& c, const RunOptions& options);
 
-/// Names of the CPU kernels that this machine has.
-std::vector<std::string> cpu_kernels();
+/// Names of the CPU kernels of a pass that this machine has.
+std::vector<std::string> cpu_kernels(Pass pass = Pass::forward);
 /// The kernel's refusal of a case, empty when it takes it.
 std::string refusal_of(const Case& c, const std::string& kernel);
 
 float round_to(DType dtype, float value);
+
+/// The case's problem with batch, capacities, totals and pages set from the lengths.
+AttentionProblem sized_problem(const Case& c);
+OracleOptions oracle_options(const AttentionProblem& problem);
+/// Rows of one head of one sequence out of [Σ rows, heads, dim].
+std::vector<double> head_of(const std::vector<float>& values, std::int64_t first, std::int64_t rows,
+                            std::int64_t heads, std::int64_t head, std::int64_t dim);
 
 }  // namespace rafter::testing

@@ -55,7 +55,8 @@ TEST(Registry, KernelsAreSortedNamedOnceAndComplete) {
     EXPECT_FALSE(kernel.instruction_set.empty()) << kernel.name;
     EXPECT_NE(kernel.machine_has, !kernel.machine_reason.empty()) << kernel.name;
   }
-  for (const char* name : {"forward_reference", "unfused_onednn", "half_fused_onednn"}) {
+  for (const char* name :
+       {"forward_reference", "unfused_onednn", "half_fused_onednn", "backward_reference"}) {
     EXPECT_EQ(names.count(name), 1U) << name;
   }
   EXPECT_EQ(dispatch::find_kernel("nothing"), nullptr);
@@ -87,7 +88,8 @@ TEST(Registry, TheLimitBoundsWhatIsChosenAndForced) {
       if (kernel.device != Device::Kind::cpu || !kernel.machine_has) {
         continue;
       }
-      const Result<Plan> forced = plan(problem, Device::cpu(), {.kernel = kernel.name});
+      const Result<Plan> forced =
+          plan(problem, Device::cpu(), {.pass = kernel.pass, .kernel = kernel.name});
       const bool within = dispatch::isa_rank(kernel.instruction_set) <= dispatch::isa_rank(limit);
       EXPECT_EQ(forced.is_ok(), within) << kernel.name << " under " << limit;
       if (!forced) {

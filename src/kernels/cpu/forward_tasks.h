@@ -69,20 +69,23 @@ inline std::int64_t list_tasks(const ForwardCall& call, const TaskShape& shape,
   return count;
 }
 
-/// Threads that `tasks` of one KV head are worth: a thread is woken for a million FLOPs, some ten
+/// Threads that this many FLOPs are worth: one is woken for a million of them, some ten
 /// microseconds, or not at all. On a busy machine a wait for a thread that is not running costs
 /// milliseconds. Threads never change bits.
-inline int worthwhile_threads(const ForwardCall& call, const Task* tasks, std::int64_t count) {
+inline int worthwhile_threads(const KernelProblem& problem, double flops) {
   constexpr double kFlopsEach = 1e6;
-  const AttentionProblem& p = call.problem.attention;
+  return static_cast<int>(
+      std::clamp(flops / kFlopsEach, 1.0, static_cast<double>(problem.threads)));
+}
+
+/// FLOPs of the products of `tasks` of one KV head, over all heads.
+inline double flops_of(const AttentionProblem& p, const Task* tasks, std::int64_t count) {
   double pairs = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     pairs += static_cast<double>(tasks[i].work);
   }
-  const double flops =
-      2 * pairs * static_cast<double>(p.heads_q) * static_cast<double>(p.head_dim + p.head_dim_v);
-  return static_cast<int>(
-      std::clamp(flops / kFlopsEach, 1.0, static_cast<double>(call.problem.threads)));
+  return 2 * pairs * static_cast<double>(p.heads_q) *
+         static_cast<double>(p.head_dim + p.head_dim_v);
 }
 
 /// Runs body(task, head_kv, head_chunk, scratch) for every task over the problem's threads.
@@ -95,8 +98,8 @@ void run_tasks(const ForwardCall& call, const TaskShape& shape, const Body& body
   const std::int64_t per_task = p.heads_kv * shape.head_chunks;
   const std::int64_t listed = list_tasks(call, shape, {0, p.batch}, tasks);
   const std::int64_t count = listed * per_task;
-  const int threads =
-      static_cast<int>(std::clamp<std::int64_t>(count, 1, worthwhile_threads(call, tasks, listed)));
+  const int threads = static_cast<int>(std::clamp<std::int64_t>(
+      count, 1, worthwhile_threads(call.problem, flops_of(p, tasks, listed))));
 #pragma omp parallel num_threads(threads)
   {
     [[maybe_unused]] const Scope scope;
@@ -154,22 +157,24 @@ inline void fill_lane_ranges(const Lanes& lanes, const tiles::MaskWindow& window
 
 /// What of a tile of `keys` keys from `begin` the lanes of a panel see, relative to its start.
 struct PanelRange {
-  std::int64_t last = 0;  // no lane sees a key at or past it
-  bool empty = true;      // no lane sees any
-  bool all = true;        // every lane sees every key
+  std::int64_t first = 0;  // no lane sees a key before it
+  std::int64_t last = 0;   // no lane sees a key at or past it
+  bool empty = true;       // no lane sees any
+  bool all = true;         // every lane sees every key
 };
 
 /// visible: [2][width], first and last key of each lane within the tile.
 inline PanelRange panel_range(const std::int64_t* lane_first, const std::int64_t* lane_last,
                               std::int64_t width, std::int64_t begin, std::int64_t keys,
                               std::int32_t* visible) {
-  PanelRange out;
+  PanelRange out{.first = keys};
   for (std::int64_t lane = 0; lane < width; ++lane) {
     const std::int64_t from = std::clamp<std::int64_t>(lane_first[lane] - begin, 0, keys);
     const std::int64_t to = std::clamp<std::int64_t>(lane_last[lane] - begin, 0, keys);
     visible[lane] = static_cast<std::int32_t>(from);
     visible[width + lane] = static_cast<std::int32_t>(to);
     if (from < to) {
+      out.first = std::min(out.first, from);
       out.last = std::max(out.last, to);
       out.empty = false;
     }

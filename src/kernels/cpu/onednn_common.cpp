@@ -62,16 +62,22 @@ std::string_view find_instruction_set() {
 
 using Dims = dnnl::memory::dims;
 
-/// A product with a B stored [n, k] or [k, n].
-dnnl::matmul::primitive_desc describe(DType operand, const BlockProducts::Shape& s, bool transposed,
+/// Which operand is stored transposed: B [n, k] (C in the operand dtype, or in f32), none, or A
+/// [k, m].
+enum class Form : std::uint8_t { b_transposed, b_transposed_f32, plain, a_transposed };
+
+dnnl::matmul::primitive_desc describe(DType operand, const BlockProducts::Shape& s, Form form,
                                       float alpha) {
   const dnnl::memory::data_type type = dnnl_type(operand);
-  const dnnl::memory::desc a(Dims{s.m, s.k}, type, Dims{s.lda, 1});
-  const dnnl::memory::desc b(Dims{s.k, s.n}, type, transposed ? Dims{1, s.ldb} : Dims{s.ldb, 1});
-  const dnnl::memory::desc c(Dims{s.m, s.n}, transposed ? type : dnnl::memory::data_type::f32,
+  const bool scaled = form == Form::b_transposed || form == Form::b_transposed_f32;
+  const dnnl::memory::desc a(Dims{s.m, s.k}, type,
+                             form == Form::a_transposed ? Dims{1, s.lda} : Dims{s.lda, 1});
+  const dnnl::memory::desc b(Dims{s.k, s.n}, type, scaled ? Dims{1, s.ldb} : Dims{s.ldb, 1});
+  const dnnl::memory::desc c(Dims{s.m, s.n},
+                             form == Form::b_transposed ? type : dnnl::memory::data_type::f32,
                              Dims{s.ldc, 1});
   dnnl::primitive_attr attributes;
-  if (transposed) {
+  if (scaled) {
     attributes.set_output_scales(0, {alpha});
   }
   return {dnnl::matmul::desc(a, b, c), attributes, cpu_engine()};
@@ -80,8 +86,8 @@ dnnl::matmul::primitive_desc describe(DType operand, const BlockProducts::Shape&
 bool has_product(DType operand) {
   const BlockProducts::Shape shape{64, 64, 64, 64, 64, 64};
   try {
-    for (const bool transposed : {true, false}) {
-      const std::string name = describe(operand, shape, transposed, 0.125f).impl_info_str();
+    for (const Form form : {Form::b_transposed, Form::plain}) {
+      const std::string name = describe(operand, shape, form, 0.125f).impl_info_str();
       if (name.find("ref") !=
           std::string::npos) {  // oneDNN's plain loops: hundreds of times slower
         return false;
@@ -130,7 +136,7 @@ std::string onednn_note(const KernelProblem& problem) {
 struct BlockProducts::Primitives {
   struct Made {
     Shape shape;
-    bool transposed;
+    Form form;
     float alpha;
     dnnl::matmul::primitive_desc description;
     dnnl::matmul primitive;
@@ -139,22 +145,21 @@ struct BlockProducts::Primitives {
   dnnl::stream stream{cpu_engine()};
   std::vector<Made> made;
 
-  const Made& find(const Shape& shape, bool transposed, float alpha) {
+  const Made& find(const Shape& shape, Form form, float alpha) {
     for (const Made& m : made) {
-      if (m.shape == shape && m.transposed == transposed && m.alpha == alpha) {
+      if (m.shape == shape && m.form == form && m.alpha == alpha) {
         return m;
       }
     }
-    dnnl::matmul::primitive_desc description = describe(operand, shape, transposed, alpha);
+    dnnl::matmul::primitive_desc description = describe(operand, shape, form, alpha);
     dnnl::matmul primitive(description);
-    made.push_back({shape, transposed, alpha, std::move(description), std::move(primitive)});
+    made.push_back({shape, form, alpha, std::move(description), std::move(primitive)});
     return made.back();
   }
 
-  Status run(const Shape& shape, bool transposed, float alpha, const void* a, const void* b,
-             void* c) {
+  Status run(const Shape& shape, Form form, float alpha, const void* a, const void* b, void* c) {
     try {
-      const Made& m = find(shape, transposed, alpha);
+      const Made& m = find(shape, form, alpha);
       m.primitive.execute(
           stream,
           {{DNNL_ARG_SRC, {m.description.src_desc(), cpu_engine(), const_cast<void*>(a)}},
@@ -179,7 +184,7 @@ BlockProducts::~BlockProducts() = default;
 Status BlockProducts::times_transposed(const Shape& s, float alpha, const void* a, const void* b,
                                        void* c) {
   if (primitives_ != nullptr) {
-    return primitives_->run(s, true, alpha, a, b, c);
+    return primitives_->run(s, Form::b_transposed, alpha, a, b, c);
   }
   const dnnl_status_t status =
       dnnl_sgemm('N', 'T', s.m, s.n, s.k, alpha, static_cast<const float*>(a), s.lda,
@@ -187,12 +192,28 @@ Status BlockProducts::times_transposed(const Shape& s, float alpha, const void* 
   return status == dnnl_success ? Status::ok() : dnnl_failure("sgemm", status);
 }
 
+Status BlockProducts::times_transposed_f32(const Shape& s, float alpha, const void* a,
+                                           const void* b, float* c) {
+  return primitives_ != nullptr ? primitives_->run(s, Form::b_transposed_f32, alpha, a, b, c)
+                                : times_transposed(s, alpha, a, b, c);
+}
+
 Status BlockProducts::times(const Shape& s, const void* a, const void* b, float* c) {
   if (primitives_ != nullptr) {
-    return primitives_->run(s, false, 1.0f, a, b, c);
+    return primitives_->run(s, Form::plain, 1.0f, a, b, c);
   }
   const dnnl_status_t status =
       dnnl_sgemm('N', 'N', s.m, s.n, s.k, 1.0f, static_cast<const float*>(a), s.lda,
+                 static_cast<const float*>(b), s.ldb, 0.0f, c, s.ldc);
+  return status == dnnl_success ? Status::ok() : dnnl_failure("sgemm", status);
+}
+
+Status BlockProducts::transposed_times(const Shape& s, const void* a, const void* b, float* c) {
+  if (primitives_ != nullptr) {
+    return primitives_->run(s, Form::a_transposed, 1.0f, a, b, c);
+  }
+  const dnnl_status_t status =
+      dnnl_sgemm('T', 'N', s.m, s.n, s.k, 1.0f, static_cast<const float*>(a), s.lda,
                  static_cast<const float*>(b), s.ldb, 0.0f, c, s.ldc);
   return status == dnnl_success ? Status::ok() : dnnl_failure("sgemm", status);
 }

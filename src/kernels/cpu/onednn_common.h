@@ -57,8 +57,13 @@ class BlockProducts {
   };
   /// C[m, n] = alpha · A[m, k] · B[n, k]ᵀ; A, B and C of the operand dtype.
   Status times_transposed(const Shape& shape, float alpha, const void* a, const void* b, void* c);
+  /// The same with C in f32.
+  Status times_transposed_f32(const Shape& shape, float alpha, const void* a, const void* b,
+                              float* c);
   /// C[m, n] = A[m, k] · B[k, n]; C in f32.
   Status times(const Shape& shape, const void* a, const void* b, float* c);
+  /// C[m, n] = A[k, m]ᵀ · B[k, n]; C in f32.
+  Status transposed_times(const Shape& shape, const void* a, const void* b, float* c);
 
  private:
   struct Primitives;  // of operand dtypes other than f32

@@ -18,9 +18,9 @@ struct Sequence {
   std::int64_t kv_batch = 0, kv_row = 0;  // of k, v; paged: kv_batch is the row of the page table
 };
 
-/// Sequence `b` of a checked call.
-inline Sequence sequence_of(const AttentionProblem& problem, const ForwardInputs& in,
-                            std::int64_t b) {
+/// Sequence `b` of a checked call; Inputs are ForwardInputs or BackwardInputs.
+template <typename Inputs>
+Sequence sequence_of(const AttentionProblem& problem, const Inputs& in, std::int64_t b) {
   Sequence s;
   if (problem.layout == Layout::packed) {
     s.q_row = in.cu_seqlens_q[b];
