@@ -36,6 +36,9 @@ struct AttentionAxes {
   std::vector<Pipeline> pipelines = {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused};
   std::string kernel;
   bool evidence = true;
+  Pass pass = Pass::forward;
+
+  const char* verb() const { return pass == Pass::forward ? "attention" : "backward"; }
 };
 
 struct GemmAxes {
@@ -159,9 +162,9 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
   }
 }
 
-BenchRow row_of(const AttentionProblem& p, const CaseResult& result) {
+BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
   BenchRow row;
-  row.kind = "attention";
+  row.kind = axes.verb();
   row.shape = Json{{"seqlen", p.seqlen_q},
                    {"head_dim", p.head_dim},
                    {"heads_q", p.heads_q},
@@ -184,6 +187,13 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result) {
   row.more["workspace_bytes"] = number(result.workspace_bytes);
   row.more["working_set_bytes"] = number(result.working_set_bytes);
   row.more["predicted_from_memory_s"] = number(result.predicted.time_s);
+  if (axes.pass == Pass::backward) {
+    // The field's count, by which the rates of both passes compare.
+    const double flops =
+        2.5 * value_or_fail(attention_cost(p, Pipeline::fused, Pass::forward)).flops;
+    row.more["forward_flops_x2.5"] = number(flops);
+    row.more["forward_flops_x2.5_per_s"] = number(flops / result.median_s());
+  }
   row.more["elasticity"] = m.has_elasticity ? number(m.elasticity) : Json();
   row.more["flop_exponent"] = m.has_flop_exponent ? number(m.flop_exponent) : Json();
   return row;
@@ -235,6 +245,7 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
     const AttentionProblem& problem = grid[i];
     progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
     PlanOptions options;
+    options.pass = axes.pass;
     options.threads = static_cast<int>(common.threads);
     options.device_spec = &machine.spec;
     options.kernel = axes.kernel;
@@ -254,7 +265,7 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
         value_or_fail(time_cases(cases, machine.spec, {rule_of(common), axes.evidence}));
     for (const CaseResult& result : results) {
       if (result.refusal.empty()) {
-        rows.push_back(row_of(problem, result));
+        rows.push_back(row_of(problem, result, axes));
       } else {
         refused.push_back(
             Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
@@ -262,7 +273,8 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
     }
   }
   if (rows.empty()) {
-    fail(Exit::bad_input, "bench attention", refused.front().at("reason").get<std::string>());
+    fail(Exit::bad_input, fmt::format("bench {}", axes.verb()),
+         refused.front().at("reason").get<std::string>());
   }
   finish(rows, refused, machine, common, baseline, context);
 }
@@ -316,14 +328,25 @@ void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
   finish(rows, refused, machine, common, baseline, context);
 }
 
-void add_bench_attention(CLI::App& bench, Context& context) {
+void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
   auto axes = std::make_shared<AttentionAxes>();
   auto common = std::make_shared<Common>();
-  CLI::App* command = bench.add_subcommand("attention", "forward attention, every pipeline");
-  command->footer(examples(
-      {{"rafter bench attention --seqlen 512,1k,2k --head-dim 64,128", "a grid, all pipelines"},
-       {"rafter bench attention --causal 0,1 --dtype f32,bf16 --out r.jsonl", "keep records"},
-       {"rafter bench attention --baseline r.jsonl", "exit 1 when a row became slower"}}));
+  axes->pass = pass;
+  CLI::App* command = nullptr;
+  if (pass == Pass::forward) {
+    command = bench.add_subcommand("attention", "forward attention, every pipeline");
+    command->footer(examples(
+        {{"rafter bench attention --seqlen 512,1k,2k --head-dim 64,128", "a grid, all pipelines"},
+         {"rafter bench attention --causal 0,1 --dtype f32,bf16 --out r.jsonl", "keep records"},
+         {"rafter bench attention --baseline r.jsonl", "exit 1 when a row became slower"}}));
+  } else {
+    axes->pipelines = {Pipeline::unfused, Pipeline::fused};
+    command = bench.add_subcommand("backward", "the gradients: scores recomputed and stored");
+    command->footer(
+        examples({{"rafter bench backward --seqlen 1k,2k,4k --head-dim 64,128",
+                   "recomputed (fused) beside stored (unfused), with their workspaces"},
+                  {"rafter bench backward --causal 1 --kernel backward_simd_avx2", "one kernel"}}));
+  }
   add_lengths(*command, "--seqlen", axes->seqlens, "tokens of queries and keys", {1, 1 << 20});
   add_lengths(*command, "--head-dim", axes->head_dims, "head_dim", {1, 256});
   add_lengths(*command, "--heads-q", axes->heads_q, "query heads", {1, 4096});
@@ -362,15 +385,16 @@ void add_bench(CLI::App& app, Context& context) {
       app.add_subcommand("bench", "run kernels over a grid of shapes, predicted beside measured");
   bench->footer(examples({{"rafter bench attention", "a small grid"},
                           {"rafter bench gemm", "the library's matrix product"}}));
-  add_bench_attention(*bench, context);
+  add_bench_attention(*bench, Pass::forward, context);
+  add_bench_attention(*bench, Pass::backward, context);
   add_bench_gemm(*bench, context);
-  for (const char* verb : {"decode", "backward", "model"}) {
+  for (const char* verb : {"decode", "model"}) {
     CLI::App* command = bench->add_subcommand(verb, "not in this build yet");
     command->group("");  // refused by name, not offered by --help
     command->allow_extras();
     command->callback([verb] {
       fail(Exit::bad_input, fmt::format("bench {}", verb),
-           "not in this build yet; attention, gemm allowed");
+           "not in this build yet; attention, backward, gemm allowed");
     });
   }
 }

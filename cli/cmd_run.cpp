@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -32,9 +33,13 @@ struct RunFlags {
   std::optional<double> softmax_scale;
   double softcap = 0;
   std::string cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
-  std::string backward[4];  // --dout, --dq, --dk, --dv
+  std::string dout, dlse, dq, dk, dv;
+
+  /// The flags that name files to write, and where to.
+  std::vector<std::pair<const char*, const std::string*>> outputs() const {
+    return {{"--out", &out}, {"--lse", &lse}, {"--dq", &dq}, {"--dk", &dk}, {"--dv", &dv}};
+  }
 };
-constexpr const char* kBackwardFlags[] = {"--dout", "--dq", "--dk", "--dv"};
 
 /// Index files of the layout; those not given stay empty.
 struct Indices {
@@ -162,20 +167,27 @@ void refuse_cuda() {
 
 /// Refusals that need no file.
 void check_flags(const RunFlags& flags) {
-  for (std::size_t i = 0; i < std::size(flags.backward); ++i) {
-    if (!flags.backward[i].empty()) {
-      fail(Status::unsupported(kBackwardFlags[i], "the backward pass",
-                               "this build runs the forward pass only"));
+  for (const auto& [flag, path] : {std::pair("--dlse", &flags.dlse), std::pair("--dq", &flags.dq),
+                                   std::pair("--dk", &flags.dk), std::pair("--dv", &flags.dv)}) {
+    if (!path->empty() && flags.dout.empty()) {
+      fail_flag(flag, "without --dout", "only with --dout, the gradient of o,");
     }
+  }
+  if (!flags.dout.empty() && !flags.page_table.empty()) {
+    fail_flag("--dout", "together with --page-table",
+              "dense or packed keys (a gradient has no pages)");
   }
   if (flags.device == "cuda") {
     refuse_cuda();
   }
-  if (!flags.out.empty() && flags.out == flags.lse) {
-    fail_flag("--lse", flags.lse, "another file than that of --out");
-  }
-  for (const auto& [flag, path] :
-       {std::pair("--out", &flags.out), std::pair("--lse", &flags.lse)}) {
+  const auto outputs = flags.outputs();
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const auto& [flag, path] = outputs[i];
+    for (std::size_t j = 0; j < i && !path->empty(); ++j) {
+      if (*path == *outputs[j].second) {
+        fail_flag(flag, *path, fmt::format("another file than that of {}", outputs[j].first));
+      }
+    }
     if (path->ends_with(".safetensors")) {
       fail_flag(flag, *path, "a .npy file");
     }
@@ -228,20 +240,47 @@ void commit_output(Output& output, const std::string& label) {
   }
 }
 
-/// The plan on this machine's measured ceilings where `rafter probe` has been run, else on the
-/// library's estimate of them.
-Plan make_plan(const RunFlags& flags, const AttentionProblem& problem) {
+/// The pass that --kernel names; forward without it.
+Pass pass_of_kernel(const std::string& name) {
+  for (const KernelInfo& kernel : list_kernels()) {
+    if (kernel.name == name) {
+      return kernel.pass;
+    }
+  }
+  return Pass::forward;
+}
+
+/// A plan of each pass that runs, on this machine's measured ceilings where `rafter probe` has been
+/// run, else on the library's estimate of them. With --dout, --pipeline is the backward's.
+struct Plans {
+  std::optional<Plan> forward, backward;
+};
+Plans make_plans(const RunFlags& flags, const AttentionProblem& problem) {
   std::optional<DeviceSpec> measured;
   const std::string probe = probe_path(Device::Kind::cpu);
   if (access(probe.c_str(), R_OK) == 0) {
     measured = device_of(probe, probe);
   }
-  return value_or_fail(plan(problem, Device::cpu(),
-                            {.pipeline = flags.pipeline,
-                             .kernel = flags.kernel,
-                             .threads = static_cast<int>(flags.threads.value_or(0)),
-                             .splits = flags.splits.value_or(0),
-                             .device_spec = measured ? &*measured : nullptr}));
+  const bool has_backward = !flags.dout.empty();
+  const Pass named = pass_of_kernel(flags.kernel);
+  if (named == Pass::backward && !has_backward) {
+    fail_flag("--kernel", flags.kernel, "a kernel of the forward pass, or --dout beside it,");
+  }
+  const auto make = [&](Pass pass) {
+    const bool last = pass == Pass::backward || !has_backward;
+    return value_or_fail(plan(problem, Device::cpu(),
+                              {.pass = pass,
+                               .pipeline = last ? flags.pipeline : std::nullopt,
+                               .kernel = pass == named ? flags.kernel : "",
+                               .threads = static_cast<int>(flags.threads.value_or(0)),
+                               .splits = last ? flags.splits.value_or(0) : 0,
+                               .device_spec = measured ? &*measured : nullptr}));
+  };
+  Plans plans{.forward = make(Pass::forward), .backward = {}};
+  if (has_backward) {
+    plans.backward = make(Pass::backward);
+  }
+  return plans;
 }
 
 /// Median over a fraction of a second; the first call has already given the result.
@@ -284,33 +323,96 @@ const char* layout_name(Layout layout) {
   }
 }
 
-void report(const RunFlags& flags, const Plan& plan, const Timing& timing, const Array& o,
-            const Context& context) {
+/// What a pass was predicted to take, and took.
+template <typename Keys>
+void set_pass(Keys& keys, const Plan& plan, const Timing& timing) {
   const Prediction& predicted = plan.prediction();
+  const auto set = [&keys](const char* key, Json value) {
+    if constexpr (std::is_same_v<Keys, Json>) {
+      keys[key] = std::move(value);
+    } else {
+      keys.set(key, std::move(value));
+    }
+  };
+  set("wall", to_string(predicted.wall));
+  set("near_ridge", predicted.near_ridge);
+  set("predicted_time_s", number(predicted.time_s));
+  set("measured_time_s", number(timing.seconds.median));
+  set("measured_time_low_s", number(timing.seconds.p10));
+  set("measured_time_high_s", number(timing.seconds.p90));
+  set("runs", timing.seconds.n * timing.calls_per_sample);
+  set("flops", number(plan.cost().flops));
+  set("bytes", number(plan.cost().bytes));
+  set("measured_flop_per_s", number(plan.cost().flops / timing.seconds.median));
+  set("workspace_bytes", plan.workspace_bytes());
+}
+
+Json backward_json(const Plan& plan, const Timing& timing) {
+  Json json = {{"kernel", plan.kernel()}, {"pipeline", to_string(plan.pipeline())}};
+  set_pass(json, plan, timing);
+  return json;
+}
+
+/// The arrays of the gradients; all are computed, those with a file are kept.
+struct Gradients {
+  Array d_o, dlse;
+  Output dq, dk, dv;
+};
+
+Array read_gradient(const std::string& path, const char* flag, const RunFlags& flags,
+                    const std::vector<std::int64_t>& shape, DType dtype) {
+  Array array = value_or_fail(
+      read_npy(path, flags.dtype == DType::bf16 ? Expect::values_bf16 : Expect::values, flag));
+  const std::string label = std::string(flag) + " " + one_line(path);
+  if (array.shape != shape) {
+    fail(Status::invalid_argument(label, "shape " + shape_text(array.shape), shape_text(shape)));
+  }
+  return value_or_fail(convert(array, dtype, label));
+}
+
+Gradients make_gradients(const RunFlags& flags, const Qkv& qkv, const Array& o, const Array& lse) {
+  Gradients g;
+  g.d_o = read_gradient(flags.dout, "--dout", flags, o.shape, qkv.q.dtype);
+  if (!flags.dlse.empty()) {
+    g.dlse = read_gradient(flags.dlse, "--dlse", flags, lse.shape, DType::f32);
+  }
+  g.dq = make_output(qkv.q.shape, flags.dq, "--dq");
+  g.dk = make_output(qkv.k.shape, flags.dk, "--dk");
+  g.dv = make_output(qkv.v.shape, flags.dv, "--dv");
+  // rows that belong to no sequence have no gradient
+  for (const Output* output : {&g.dq, &g.dk, &g.dv}) {
+    std::memset(output->array.data.get(), 0, static_cast<std::size_t>(output->array.bytes()));
+  }
+  return g;
+}
+
+LseView lse_view(const Array& lse, const TensorView& o) {
+  return LseView::contiguous(reinterpret_cast<float*>(lse.data.get()), o.batch, o.heads, o.seqlen);
+}
+
+void report(const RunFlags& flags, const Plans& plans, const Timing& forward,
+            const std::optional<Timing>& backward, const Array& o, const Context& context) {
+  const Plan& plan = *plans.forward;
   Document document;
   document.set("kernel", plan.kernel())
       .set("pipeline", to_string(plan.pipeline()))
       .set("threads", Json(plan.threads()))
-      .set("problem", echo(plan.problem(), layout_name(plan.problem().layout)))
-      .set("wall", to_string(predicted.wall))
-      .set("near_ridge", Json(predicted.near_ridge))
-      .set("predicted_time_s", predicted.time_s)
-      .set("measured_time_s", timing.seconds.median)
-      .set("measured_time_low_s", timing.seconds.p10)
-      .set("measured_time_high_s", timing.seconds.p90)
-      .set("runs", Json(timing.seconds.n * timing.calls_per_sample))
-      .set("flops", plan.cost().flops)
-      .set("bytes", plan.cost().bytes)
-      .set("measured_flop_per_s", plan.cost().flops / timing.seconds.median)
-      .set("workspace_bytes", Json(plan.workspace_bytes()))
-      .set("device", predicted.device)
-      .set("convention", predicted.convention)
+      .set("problem", echo(plan.problem(), layout_name(plan.problem().layout)));
+  set_pass(document, plan, forward);
+  document.set("device", plan.prediction().device)
+      .set("convention", plan.prediction().convention)
       .set("nan_elements", Json(nan_elements(o)));
-  for (const auto& [key, path] : {std::pair("out", &flags.out), std::pair("lse", &flags.lse)}) {
-    document.set(key, path->empty() ? Json(nullptr) : Json(*path));
+  if (backward) {
+    document.set("backward", backward_json(*plans.backward, *backward));
   }
-  document.label("nan_elements", "NaN in the output").label("out", "o written to");
-  document.label("lse", "lse written to");
+  for (const auto& [flag, path] : flags.outputs()) {
+    const std::string key = flag + 2;
+    if (backward || key == "out" || key == "lse") {
+      document.set(key, path->empty() ? Json(nullptr) : Json(*path));
+      document.label(key, (key == "out" ? "o" : key) + " written to");
+    }
+  }
+  document.label("nan_elements", "NaN in the output");
   document.print(context);
 }
 
@@ -322,7 +424,7 @@ void run(const RunFlags& flags, const Context& context) {
                          : indices.page_table ? QkvShape::paged
                                               : QkvShape::dense;
   const Qkv qkv = read_qkv(flags.qkv, flags.dtype, shape);
-  const Plan plan = make_plan(flags, problem_of(flags, qkv, indices));
+  const Plans plans = make_plans(flags, problem_of(flags, qkv, indices));
 
   std::vector<std::int64_t> o_shape = qkv.q.shape;
   o_shape.back() = qkv.v.shape.back();
@@ -330,10 +432,19 @@ void run(const RunFlags& flags, const Context& context) {
   std::swap(lse_shape[lse_shape.size() - 2], lse_shape[lse_shape.size() - 1]);
   Output o = make_output(std::move(o_shape), flags.out, "--out");
   Output lse = make_output(std::move(lse_shape), flags.lse, "--lse");
+  const bool has_backward = plans.backward.has_value();
+  std::optional<Gradients> g;
+  if (has_backward) {
+    g = make_gradients(flags, qkv, o.array, lse.array);
+  }
+  const Plan& largest =
+      has_backward && plans.backward->workspace_bytes() > plans.forward->workspace_bytes()
+          ? *plans.backward
+          : *plans.forward;
   const Result<Array> workspace =
-      allocate_array(DType::int8, {plan.workspace_bytes()}, "workspace");
+      allocate_array(DType::int8, {largest.workspace_bytes()}, "workspace");
   if (!workspace) {
-    fail(Exit::check_failed, "workspace of " + plan.kernel(), workspace.status().given());
+    fail(Exit::check_failed, "workspace of " + largest.kernel(), workspace.status().given());
   }
 
   const ForwardInputs in{.q = view_of(qkv.q),
@@ -344,18 +455,46 @@ void run(const RunFlags& flags, const Context& context) {
                          .seqused_kv = view_of_indices(indices.seqused_kv),
                          .page_table = view_of_indices(indices.page_table)};
   const TensorView o_view = view_of(o.array);
-  float* const lse_data =
-      flags.lse.empty() ? nullptr : reinterpret_cast<float*>(lse.array.data.get());
-  const LseView lse_view = LseView::contiguous(lse_data, o_view.batch, o_view.heads, o_view.seqlen);
-  const Workspace lent{workspace->data.get(), plan.workspace_bytes()};
-  const Work work = [&] { return plan.forward(in, {o_view, lse_view}, lent); };
-  check(work());
-  write_output(o, "--out " + one_line(flags.out));
-  write_output(lse, "--lse " + one_line(flags.lse));
-  const Timing timing = time_runs(work);
-  commit_output(o, "--out " + one_line(flags.out));
-  commit_output(lse, "--lse " + one_line(flags.lse));
-  report(flags, plan, timing, o.array, context);
+  const bool wants_lse = has_backward || !flags.lse.empty();
+  const LseView l_view = wants_lse ? lse_view(lse.array, o_view) : LseView{};
+  const Workspace lent{workspace->data.get(), largest.workspace_bytes()};
+  const Work forward = [&] { return plans.forward->forward(in, {o_view, l_view}, lent); };
+  check(forward());
+  Work backward;
+  if (has_backward) {
+    backward = [&] {
+      return plans.backward->backward(
+          {.q = in.q,
+           .k = in.k,
+           .v = in.v,
+           .o = o_view,
+           .lse = l_view,
+           .d_o = view_of(g->d_o),
+           .dlse = flags.dlse.empty() ? LseView{} : lse_view(g->dlse, o_view),
+           .cu_seqlens_q = in.cu_seqlens_q,
+           .cu_seqlens_kv = in.cu_seqlens_kv,
+           .seqused_kv = in.seqused_kv},
+          {view_of(g->dq.array), view_of(g->dk.array), view_of(g->dv.array)}, lent);
+    };
+    check(backward());
+  }
+  std::vector<std::pair<Output*, std::string>> outputs = {{&o, "--out " + one_line(flags.out)},
+                                                          {&lse, "--lse " + one_line(flags.lse)}};
+  if (g) {
+    outputs.insert(outputs.end(), {{&g->dq, "--dq " + one_line(flags.dq)},
+                                   {&g->dk, "--dk " + one_line(flags.dk)},
+                                   {&g->dv, "--dv " + one_line(flags.dv)}});
+  }
+  for (const auto& [output, label] : outputs) {
+    write_output(*output, label);
+  }
+  const Timing forward_time = time_runs(forward);
+  const std::optional<Timing> backward_time =
+      has_backward ? std::optional(time_runs(backward)) : std::nullopt;
+  for (const auto& [output, label] : outputs) {
+    commit_output(*output, label);
+  }
+  report(flags, plans, forward_time, backward_time, o.array, context);
 }
 
 void add_run_flags(CLI::App& command, RunFlags& flags) {
@@ -388,12 +527,14 @@ void add_run_flags(CLI::App& command, RunFlags& flags) {
       "FILE.npy");
   add_length(command, "--splits", flags.splits, "parts that the keys are split into",
              {1, std::int64_t{1} << 20});
-  for (std::size_t i = 0; i < std::size(flags.backward); ++i) {
-    add_text(command, kBackwardFlags[i], flags.backward[i],
-             i == 0 ? "gradient of o (no kernel of this build runs the backward pass)"
-                    : "gradient to write (likewise)",
-             "FILE.npy");
-  }
+  add_text(command, "--dout", flags.dout,
+           "gradient of o, in its shape: runs the backward pass too; --pipeline is then the "
+           "backward's",
+           "FILE.npy");
+  add_text(command, "--dlse", flags.dlse, "gradient of lse (default: zeros)", "FILE.npy");
+  add_text(command, "--dq", flags.dq, "gradient of q as float32, in its shape", "FILE.npy");
+  add_text(command, "--dk", flags.dk, "gradient of k, likewise", "FILE.npy");
+  add_text(command, "--dv", flags.dv, "gradient of v, likewise", "FILE.npy");
 }
 
 }  // namespace
@@ -406,6 +547,8 @@ void add_run(CLI::App& app, Context& context) {
        "arrays [batch, seqlen, heads, head_dim] as NumPy saves them"},
       {"rafter run --qkv tensors.safetensors --dtype bf16 --out o.npy --lse lse.npy",
        "tensors q, k, v of one file, computed in bfloat16"},
+      {"rafter run --q q.npy --k k.npy --v v.npy --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy",
+       "and the gradients of q, k and v"},
       {"rafter run --qkv tensors.safetensors --pipeline unfused --format json",
        "time one pipeline; nothing is written"},
   }));

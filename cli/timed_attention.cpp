@@ -20,6 +20,11 @@ Result<Array> random_array(DType dtype, std::vector<std::int64_t> shape, unsigne
   return convert(*array, dtype, "random data");
 }
 
+LseView lse_view(const Array& lse, const AttentionProblem& p) {
+  return LseView::contiguous(reinterpret_cast<float*>(lse.data.get()), p.batch, p.heads_q,
+                             p.seqlen_q);
+}
+
 // The first rows of every sequence of [batch, seqlen, heads, head_dim], the batch `copies` times.
 Result<Array> first_rows(const Array& from, std::int64_t rows, std::int64_t copies, DType dtype) {
   const std::int64_t batch = from.shape[0], row = from.shape[2] * from.shape[3];
@@ -90,23 +95,66 @@ Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& proble
   made.o_ = *o;
   made.lse_ = *lse;
   made.workspace_ = *workspace;
+  if (made.plan_->pass() == Pass::backward) {
+    if (Status prepared = made.prepare_backward(options); !prepared) {
+      return prepared;
+    }
+  }
   return made;
 }
 
-Status PreparedAttention::run() const {
+Status PreparedAttention::prepare_backward(const PlanOptions& options) {
   const AttentionProblem& p = plan_->problem();
-  return plan_->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
-                        {view_of(o_), LseView::contiguous(reinterpret_cast<float*>(lse_.data.get()),
-                                                          p.batch, p.heads_q, p.seqlen_q)},
-                        {workspace_.data.get(), workspace_.bytes()});
+  Result<Array> d_o = random_array(p.dtype, o_.shape, 4);
+  Result<Array> dq = allocate_array(p.dtype, data_.q.shape, "dq");
+  Result<Array> dk = allocate_array(p.dtype, data_.k.shape, "dk");
+  Result<Array> dv = allocate_array(p.dtype, data_.v.shape, "dv");
+  for (const Result<Array>* array : {&d_o, &dq, &dk, &dv}) {
+    if (!*array) {
+      return array->status();
+    }
+  }
+  d_o_ = *d_o;
+  dq_ = *dq;
+  dk_ = *dk;
+  dv_ = *dv;
+  const Result<Plan> forward = rafter::plan(p, Device::cpu(), {.threads = options.threads});
+  if (!forward) {
+    return forward.status();
+  }
+  const Result<Array> workspace =
+      allocate_array(DType::int8, {forward->workspace_bytes()}, "workspace");
+  if (!workspace) {
+    return workspace.status();
+  }
+  return forward->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
+                          {view_of(o_), lse_view(lse_, p)},
+                          {workspace->data.get(), workspace->bytes()});
+}
+
+Status PreparedAttention::run() const {
+  const LseView lse = lse_view(lse_, plan_->problem());
+  const Workspace lent{workspace_.data.get(), workspace_.bytes()};
+  if (plan_->pass() == Pass::forward) {
+    return plan_->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
+                          {view_of(o_), lse}, lent);
+  }
+  return plan_->backward({.q = view_of(data_.q),
+                          .k = view_of(data_.k),
+                          .v = view_of(data_.v),
+                          .o = view_of(o_),
+                          .lse = lse,
+                          .d_o = view_of(d_o_)},
+                         {view_of(dq_), view_of(dk_), view_of(dv_)}, lent);
 }
 
 Result<Array> PreparedAttention::output() const { return convert(o_, DType::f32, "o"); }
 
 double PreparedAttention::working_set_bytes() const {
   std::int64_t bytes = 0;
-  for (const Array* array : {&data_.q, &data_.k, &data_.v, &o_, &lse_, &workspace_}) {
-    bytes += array->bytes();
+  for (const Array* array :
+       {&data_.q, &data_.k, &data_.v, &o_, &lse_, &workspace_, &d_o_, &dq_, &dk_, &dv_}) {
+    bytes += array->data != nullptr ? array->bytes() : 0;
   }
   return static_cast<double>(bytes);
 }
@@ -126,8 +174,9 @@ Level level_of(const DeviceSpec& spec, double working_set_bytes) {
   return {"memory", memory != nullptr ? memory->value : 0};
 }
 
-std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline) {
-  const Result<Cost> base = attention_cost(problem, pipeline);
+std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline,
+                                      Pass pass) {
+  const Result<Cost> base = attention_cost(problem, pipeline, pass);
   if (!base || base->bytes <= 0 || base->flops <= 0) {
     return std::nullopt;
   }
@@ -148,7 +197,7 @@ std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline 
     if (changed.head_dim < kLeastHeadDim || changed.head_dim_v < kLeastHeadDim) {
       continue;
     }
-    const Result<Cost> cost = attention_cost(changed, pipeline);
+    const Result<Cost> cost = attention_cost(changed, pipeline, pass);
     if (!cost) {
       continue;
     }
@@ -177,11 +226,15 @@ Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidt
   return predict(cost, spec);
 }
 
-double declared_bytes(const AttentionProblem& p) {
+// The backward also reads o and d_o, and writes a gradient for each of q, k and v.
+double declared_bytes(const AttentionProblem& p, Pass pass) {
   const double rows = static_cast<double>(p.batch * p.seqlen_q * p.heads_q);
   const double keys = static_cast<double>(p.batch * p.seqlen_kv * p.heads_kv);
   const double dims = static_cast<double>(p.head_dim + p.head_dim_v);
-  return (rows + keys) * dims * bytes_of(p.dtype) + 4 * rows;
+  const double tensors = (rows + keys) * dims;
+  const double more =
+      pass == Pass::backward ? tensors + rows * static_cast<double>(p.head_dim_v) : 0;
+  return (tensors + more) * bytes_of(p.dtype) + 4 * rows;
 }
 
 Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec) {
@@ -193,7 +246,7 @@ Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spe
   result.cost = plan.cost();
   result.working_set_bytes = made.working_set_bytes();
   result.workspace_bytes = static_cast<double>(plan.workspace_bytes());
-  result.declared_bytes = declared_bytes(plan.problem());
+  result.declared_bytes = declared_bytes(plan.problem(), plan.pass());
   result.level = level_of(spec, result.working_set_bytes);
   result.cache_resident = result.level.name != "memory";
   Result<Prediction> predicted = predict(result.cost, spec);
@@ -231,7 +284,8 @@ void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed,
   prepared.twice = add_case(
       cases, twice, same,
       excerpt(timed.data, timed.problem.seqlen_q, timed.problem.seqlen_kv, 2, timed.problem.dtype));
-  if (const std::optional<AddedFlops> added = added_flops(timed.problem, result.pipeline)) {
+  if (const std::optional<AddedFlops> added =
+          added_flops(timed.problem, result.pipeline, timed.options.pass)) {
     prepared.more = add_case(cases, added->problem, same, random_data(added->problem));
     result.evidence.added_flops_ratio = added->flops_ratio;
     result.evidence.added_bytes_ratio = added->bytes_ratio;

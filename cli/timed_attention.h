@@ -21,8 +21,9 @@ Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_
                     std::int64_t copies, DType dtype);
 class PreparedAttention {
  public:
-  /// Errors: those of plan(), and memory that this machine does not have. o has the dtype
-  /// `o_dtype`, by default the problem's.
+  /// Runs the pass of the options; for the backward, o and lse are made by a forward run. Errors:
+  /// those of plan(), and memory that this machine does not have. o has the dtype `o_dtype`, by
+  /// default the problem's.
   static Result<PreparedAttention> make(const AttentionProblem& problem, const PlanOptions& options,
                                         Qkv data, std::optional<DType> o_dtype = {});
 
@@ -30,14 +31,17 @@ class PreparedAttention {
   const Plan& plan() const { return *plan_; }
   /// o of the last run, widened to f32.
   Result<Array> output() const;
-  /// Bytes of q, k, v, o, lse and workspace: what a run touches.
+  /// Bytes of q, k, v, o, lse, for the backward of gradients too, and of the workspace: what a run
+  /// touches.
   double working_set_bytes() const;
 
  private:
   PreparedAttention() = default;
+  Status prepare_backward(const PlanOptions& options);
   std::optional<Plan> plan_;
   Qkv data_;
   Array o_, lse_, workspace_;
+  Array d_o_, dq_, dk_, dv_;  // backward
 };
 
 /// What to time: one problem on one set of data by one pipeline.
@@ -64,7 +68,7 @@ struct CaseResult {
   bool cache_resident = false;
   double working_set_bytes = 0;
   double workspace_bytes = 0;
-  double declared_bytes = 0;  // of q, k, v, o and lse, once each
+  double declared_bytes = 0;  // of inputs and outputs, once each
   Prediction predicted;       // with the bandwidth of main memory
   Prediction at_level;        // with the bandwidth of the level that holds the working set
   Timing timing;
@@ -90,7 +94,8 @@ struct AddedFlops {
   AttentionProblem problem;
   double flops_ratio = 0, bytes_ratio = 0;
 };
-std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline);
+std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline pipeline,
+                                      Pass pass = Pass::forward);
 
 /// Times the cases by turns and predicts each on `spec`. Errors: what a run reports.
 Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> cases, const DeviceSpec& spec,

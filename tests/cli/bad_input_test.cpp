@@ -202,10 +202,19 @@ TEST_F(BadInput, FlagValues) {
   }
 }
 
-TEST_F(BadInput, TheBackwardPassIsRefusedByName) {
-  for (const char* flag : {"--dout", "--dq", "--dk", "--dv"}) {
-    refused({flag, path("d.npy")}, {flag, "backward"});
+TEST_F(BadInput, GradientsThatDoNotFitAreRefusedByName) {
+  for (const char* flag : {"--dlse", "--dq", "--dk", "--dv"}) {
+    refused({flag, path("d.npy")}, {flag, "--dout"});
   }
+  write_f32(path("do.npy"), {1, 3, 4, 6}, some_values(72, 9));  // the shape of o
+  refused({"--dout", path("missing.npy")}, {"--dout", "missing.npy"});
+  refused({"--dout", path("q.npy")}, {"--dout", "shape", "[1, 3, 4, 6]"});
+  refused({"--dout", path("do.npy"), "--dlse", path("q.npy")}, {"--dlse", "shape", "[1, 4, 3]"});
+  refused({"--dout", path("do.npy"), "--dq", path("g.npy"), "--dk", path("g.npy")},
+          {"--dk", "--dq"});
+  refused({"--dout", path("do.npy"), "--dq", path("o.npy")}, {"--dq", "--out"});
+  refused({"--dout", path("do.npy"), "--pipeline", "half-fused"}, {"pipeline", "half-fused"});
+  refused({"--kernel", "backward_reference"}, {"--kernel", "--dout"});
 }
 
 TEST_F(BadInput, CudaWithoutAGpuIsExit77) {

@@ -107,6 +107,29 @@ TEST(BenchCommand, AMalformedBaselineIsNamedWithItsLine) {
                  {"bad.jsonl:1", "median_s"});
 }
 
+// FLOPs of the backward by the field's count are 2.5 times the forward's.
+TEST(BenchCommand, BackwardRowsCompareWithTheForward) {
+  const TemporaryFolder folder;
+  const std::vector<std::string> grid = {"--seqlen",   "64",
+                                         "--head-dim", "16",
+                                         "--heads-q",  "2",
+                                         "--pipeline", "fused",
+                                         "--evidence", "0",
+                                         "--time",     "0.01",
+                                         "--device",   device_file(folder)};
+  const auto rows = [&grid](const char* verb) {
+    std::vector<std::string> arguments = {"bench", verb};
+    arguments.insert(arguments.end(), grid.begin(), grid.end());
+    return run_json(arguments).at("benchmarks");
+  };
+  const auto forward = rows("attention"), backward = rows("backward");
+  ASSERT_EQ(backward.size(), 1U);
+  EXPECT_DOUBLE_EQ(backward.at(0).at("forward_flops_x2.5").get<double>(),
+                   2.5 * forward.at(0).at("flops").get<double>());
+  EXPECT_GT(backward.at(0).at("flops").get<double>(), 2 * forward.at(0).at("flops").get<double>());
+  EXPECT_EQ(backward.at(0).at("kernel").get<std::string>().rfind("backward_", 0), 0U);
+}
+
 TEST(BenchCommand, GemmRowsCountTwoMnk) {
   const TemporaryFolder folder;
   const auto document = run_json({"bench", "gemm", "--m", "64", "--n", "48", "--k", "32", "--time",
@@ -118,7 +141,7 @@ TEST(BenchCommand, GemmRowsCountTwoMnk) {
 }
 
 TEST(BenchCommand, RefusesByName) {
-  for (const char* verb : {"decode", "backward", "model"}) {
+  for (const char* verb : {"decode", "model"}) {
     expect_refused({"bench", verb}, {verb, "attention"});
     expect_refused({"bench", verb, "--seqlen", "512"}, {verb, "attention"});
   }

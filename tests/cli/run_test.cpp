@@ -335,7 +335,8 @@ TEST_F(Run, EveryKernelOfThisMachineCanBeForced) {
   int ran = 0;
   const auto listed = run_json({"kernels"});
   for (const auto& kernel : listed["kernels"]) {
-    if (kernel["device"] == "cpu" && kernel["machine_has"].get<bool>()) {
+    if (kernel["device"] == "cpu" && kernel["pass"] == "forward" &&
+        kernel["machine_has"].get<bool>()) {
       const auto got = o_of(arguments, {"--kernel", kernel["kernel"].get<std::string>()}).values;
       EXPECT_LT(largest_error(got, std::vector<double>(want.begin(), want.end())), kF32)
           << kernel["kernel"];
@@ -343,6 +344,73 @@ TEST_F(Run, EveryKernelOfThisMachineCanBeForced) {
     }
   }
   EXPECT_GE(ran, 3);
+}
+
+// The gradients against differences of the loss Σ o ∘ dout + Σ lse ∘ dlse by the oracle.
+TEST_F(Run, GradientsAreThoseOfTheLoss) {
+  const Shape q = {1, 5, 4, 8}, k = {1, 7, 2, 8}, v = {1, 7, 2, 6};
+  std::vector<std::string> arguments = inputs(q, k, v);
+  const std::vector<float> d_o = some_values(1 * 5 * 4 * 6, 4), d_lse = some_values(1 * 4 * 5, 5);
+  write_f32(path("do.npy"), {1, 5, 4, 6}, d_o);
+  write_f32(path("dlse.npy"), {1, 4, 5}, d_lse);
+  arguments.insert(arguments.end(),
+                   {"--causal", "--dout", path("do.npy"), "--dlse", path("dlse.npy"), "--dq",
+                    path("dq.npy"), "--dk", path("dk.npy"), "--dv", path("dv.npy")});
+  const auto loss = [&] {
+    std::vector<double> lse;
+    const auto o = oracle(
+        q, q_, k, k_, v_, 6, 1 / std::sqrt(8.0),
+        [](std::int64_t i, std::int64_t j) { return j <= i + 2; }, &lse);
+    double sum = 0;
+    for (std::size_t i = 0; i < o.size(); ++i) {
+      sum += o[i] * static_cast<double>(d_o[i]);
+    }
+    for (std::size_t i = 0; i < lse.size(); ++i) {
+      sum += lse[i] * static_cast<double>(d_lse[i]);
+    }
+    return sum;
+  };
+  const std::pair<const char*, std::vector<float>*> tensors[] = {
+      {"dq.npy", &q_}, {"dk.npy", &k_}, {"dv.npy", &v_}};
+  for (const char* kernel : {"", "backward_reference"}) {
+    std::vector<std::string> forced = arguments;
+    if (*kernel != '\0') {
+      forced.insert(forced.end(), {"--kernel", kernel});
+    }
+    const ToolRun run = run_tool(forced);
+    ASSERT_EQ(run.exit_code, 0) << run.err;
+    for (const auto& [file, values] : tensors) {
+      const FloatArray gradient = read_f32(path(file));
+      ASSERT_EQ(gradient.values.size(), values->size());
+      for (std::size_t i = 0; i < values->size(); i += 3) {
+        const float before = (*values)[i];
+        (*values)[i] = before + 0.0625F;  // exact in f32: values have steps of 2^-23
+        const double step_up = static_cast<double>((*values)[i]) - static_cast<double>(before);
+        const double up = loss();
+        (*values)[i] = before - 0.0625F;
+        const double step_down = static_cast<double>(before) - static_cast<double>((*values)[i]);
+        const double down = loss();
+        (*values)[i] = before;
+        EXPECT_NEAR(static_cast<double>(gradient.values[i]), (up - down) / (step_up + step_down),
+                    2e-3)
+            << file << " " << i;
+      }
+    }
+  }
+}
+
+TEST_F(Run, GradientsAreReportedBesideTheForward) {
+  const Shape q = {1, 5, 2, 8};
+  std::vector<std::string> arguments = inputs(q, q, q);
+  write_f32(path("do.npy"), q, some_values(80, 4));
+  arguments.insert(arguments.end(), {"--dout", path("do.npy"), "--kernel", "backward_reference"});
+  const auto json = run_json(arguments);
+  EXPECT_EQ(json.at("backward").at("kernel"), "backward_reference");
+  EXPECT_NE(json.at("kernel"), "backward_reference");
+  for (const char* key : {"measured_time_s", "predicted_time_s", "flops", "workspace_bytes"}) {
+    EXPECT_GE(json.at("backward").at(key).get<double>(), 0) << key;
+  }
+  EXPECT_TRUE(json.at("dq").is_null());
 }
 
 TEST_F(Run, OutputThroughALinkKeepsTheLink) {
