@@ -58,7 +58,7 @@ struct Entry {
     return Status::ok();
   }
   static Acceptance machine_has() {
-    return (hwy::SupportedTargets() & Set::kTarget) != 0
+    return (cpu::machine_targets() & Set::kTarget) != 0
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }

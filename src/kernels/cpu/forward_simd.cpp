@@ -21,6 +21,7 @@
 #include "hwy/targets.h"
 #include "kernels/cpu/forward_tasks.h"
 #include "kernels/cpu/packed_waves.h"
+#include "kernels/cpu/simd_reach.h"
 
 namespace rafter {
 namespace forward_simd {
@@ -78,27 +79,6 @@ struct Places {
   }
 };
 
-/// Highway asks CPUID at every call, which a virtual machine answers slowly.
-std::int64_t machine_targets() {
-  static const std::int64_t kTargets = hwy::SupportedTargets();
-  return kTargets;
-}
-
-/// Of the f32 peak that the machine's widest vectors have, these vectors' part, 80% of it measured;
-/// f16 and bf16 are computed in f32, whatever units the machine has for them.
-Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
-               const tiles::SimdBlocking& blocking) {
-  constexpr double kMeasured = 0.8;
-  const std::int64_t targets = machine_targets();
-  const double widest = (targets & HWY_AVX3) != 0 ? 16 : (targets & HWY_AVX2) != 0 ? 8 : 4;
-  // without fused multiply-add half of it
-  const double own = static_cast<double>(blocking.lanes) / (blocking.lanes > 4 ? 1 : 2);
-  const Result<double> f32 = spec.peak(DType::f32);
-  const Result<double> peak = spec.peak(problem.attention.dtype);
-  const double of_peak = f32 && peak && *peak > *f32 ? *f32 / *peak : 1;
-  return {.compute = kMeasured * own / widest * of_peak, .bandwidth = 0.8, .fixed_seconds = 3e-6};
-}
-
 /// One instruction set: its blocking, its code, and what it reaches of a machine.
 template <typename Set>
 struct Entry {
@@ -138,13 +118,14 @@ struct Entry {
     return Status::ok();
   }
   static Acceptance machine_has() {
-    return (machine_targets() & Set::kTarget) != 0
+    return (cpu::machine_targets() & Set::kTarget) != 0
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }
   static double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+    constexpr double kMeasured = 0.8;
     return predicted_seconds(problem, Pipeline::fused, spec,
-                             reach_of(problem, spec, Set::kBlocking));
+                             cpu::simd_reach(problem, spec, Set::kBlocking, kMeasured));
   }
   static KernelEntry entry() {
     return {.name = Set::kName,
