@@ -16,6 +16,10 @@ void print_kernels(const Context& context) {
     for (const DType dtype : kernel.dtypes) {
       dtypes.push_back(to_string(dtype));
     }
+    Json kv_dtypes = Json::array();
+    for (const DType dtype : kernel.kv_dtypes) {
+      kv_dtypes.push_back(to_string(dtype));
+    }
     here += kernel.machine_has ? 1U : 0U;
     Json row = Json::object();
     row["kernel"] = kernel.name;
@@ -24,6 +28,7 @@ void print_kernels(const Context& context) {
     row["pipeline"] = to_string(kernel.pipeline);
     row["instruction_set"] = kernel.instruction_set;
     row["dtypes"] = std::move(dtypes);
+    row["kv_dtypes"] = std::move(kv_dtypes);
     row["machine_has"] = kernel.machine_has;
     row["machine_reason"] =
         kernel.machine_has ? Json(nullptr) : Json(kernel.machine_reason);  // why not

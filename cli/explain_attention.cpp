@@ -302,12 +302,15 @@ void add_explain_decode(CLI::App& explain, Context& context) {
              "elements of one head's value (default: as --head-dim)");
   add_dtype(*command, "--dtype", problem.dtype, "of q, o and the arithmetic");
   add_dtype(*command, "--kv-dtype", problem.kv_dtype, "of the cache (default: as --dtype)");
-  add_length(
-      *command, "--kv-scale-block", problem.kv_scale_block,
-      "elements that share a scale of a quantised cache; 0: none (default 32 for int8, int4)",
-      from_zero)
+  add_length(*command, "--kv-scale-block", problem.kv_scale_block,
+             "elements that share a scale of a quantised cache; 0: none (default: the row for "
+             "int8, 32 for "
+             "int4)",
+             from_zero)
       ->default_str("");
-  add_real(*command, "--kv-scale-bytes", problem.kv_scale_bytes, "bytes of one such scale");
+  add_real(*command, "--kv-scale-bytes", problem.kv_scale_bytes,
+           "bytes of one such scale (default 4 for int8, 2 for int4)")
+      ->default_str("");
   add_length(*command, "--page-size", problem.page_size, "keys per page; 0: not paged", from_zero);
   add_length(*command, "--splits", problem.splits, "parts of the keys, worked on at once");
   add_pipeline(*command, options->pipeline, "pipeline (default split-kv)");

@@ -48,9 +48,10 @@ struct AttentionProblem {
   std::int64_t heads_kv = 0;  // 0: heads_q. Must divide heads_q.
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_kv = 0;
-  std::int64_t head_dim = 128;  // 1 to 256
-  std::int64_t head_dim_v = 0;  // 0: head_dim
-  DType dtype = DType::f32;     // of q, k, v; o is of this dtype or f32
+  std::int64_t head_dim = 128;         // 1 to 256
+  std::int64_t head_dim_v = 0;         // 0: head_dim
+  DType dtype = DType::f32;            // of q and of k, v; o is of this dtype or f32
+  std::optional<DType> kv_dtype = {};  // of k, v. Default: dtype; int8 has scales, see below
   Mask mask = {};
   std::optional<float> softmax_scale = {};  // default 1 / sqrt(head_dim)
   float softcap = 0;  // 0: off; else scores become softcap · tanh(score / softcap)
@@ -82,6 +83,11 @@ struct ForwardInputs {
   IndexView cu_seqlens_kv = {};  // packed: [batch + 1]
   IndexView seqused_kv = {};     // [batch]
   IndexView page_table = {};     // paged: [batch, pages per sequence]
+  // kv_dtype int8: f32 factors of each row of k and v, one per token and KV head, in the layout of
+  // k with a head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; packed [1, total_kv, heads_kv, 1];
+  // paged [pages, page_size, heads_kv, 1].
+  TensorView k_scale = {};
+  TensorView v_scale = {};
 };
 
 struct ForwardOutputs {

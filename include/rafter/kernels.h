@@ -17,7 +17,8 @@ struct KernelInfo {
   Pipeline pipeline = Pipeline::fused;
   std::string instruction_set;  // "portable", "avx2", "avx512", "amx", "sm_90a", …
   std::vector<DType> dtypes;
-  std::string accepts;  // in words
+  std::vector<DType> kv_dtypes;  // of k and v, besides that of q
+  std::string accepts;           // in words
   bool machine_has = false;
   std::string machine_reason;  // why not, when machine_has is false
 };

@@ -241,9 +241,9 @@ struct DecodeProblem {
   std::int64_t head_dim_v = 0;         // 0: head_dim
   DType dtype = DType::bf16;           // of q, o and the arithmetic
   std::optional<DType> kv_dtype = {};  // unset: dtype
-  std::int64_t kv_scale_block = -1;  // elements of a row that share a scale; −1: 32 for int8 and
-                                     // int4 (as ggml's q8_0, q4_0), none else; 0: no scales
-  double kv_scale_bytes = 2;         // of one scale (f16)
+  std::int64_t kv_scale_block = -1;  // elements of a row that share a scale; −1: the row for int8
+                                     // (what the kernels read), 32 for int4, none else; 0: none
+  double kv_scale_bytes = -1;        // of one scale; −1: 4 for int8 (f32), else 2 (f16)
   std::int64_t page_size = 0;        // 0: not paged; else keys per page, table entries are i32
   std::int64_t splits = 1;
 };

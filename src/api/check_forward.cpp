@@ -7,8 +7,34 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-Status check_overlaps(const std::array<View, 3>& inputs, const View& o, const View* lse,
-                      const View& workspace) {
+using Inputs = std::array<View, 5>;  // q, k, v and the scales of k and v
+
+bool is_scaled(DType kv_dtype) { return kv_dtype == DType::int8; }
+
+/// Scales are f32, and given exactly where k and v have them.
+Status check_scales(const AttentionProblem& p, const ForwardInputs& in) {
+  const std::pair<const char*, const TensorView*> scales[] = {{"k_scale", &in.k_scale},
+                                                              {"v_scale", &in.v_scale}};
+  for (const auto& [name, scale] : scales) {
+    if (!is_scaled(*p.kv_dtype)) {
+      if (scale->data != nullptr) {
+        return Status::invalid_argument(
+            name, "a tensor",
+            std::string("none (kv_dtype is ") + to_string(*p.kv_dtype) + ", which has no scales)");
+      }
+      continue;
+    }
+    if (scale->data == nullptr && in.k.elements() > 0) {
+      return Status::invalid_argument(name, "null", "an f32 scale for each token and KV head");
+    }
+    if (scale->dtype != DType::f32) {
+      return Status::invalid_argument(std::string(name) + ".dtype", to_string(scale->dtype), "f32");
+    }
+  }
+  return Status::ok();
+}
+
+Status check_overlaps(const Inputs& inputs, const View& o, const View* lse, const View& workspace) {
   for (const View& input : inputs) {
     for (const View* output : {&o, lse, &workspace}) {
       if (output != nullptr) {
@@ -103,21 +129,41 @@ Status check_forward(const AttentionProblem& p, const ForwardInputs& in, const F
   const std::pair<const char*, const TensorView*> tensors[] = {
       {"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"o", &out.o}};
   for (const auto& [name, tensor] : tensors) {
+    if (*p.kv_dtype != p.dtype && (tensor == &in.k || tensor == &in.v)) {
+      if (tensor->dtype != *p.kv_dtype) {
+        return Status::invalid_argument(
+            std::string(name) + ".dtype", to_string(tensor->dtype),
+            std::string(to_string(*p.kv_dtype)) + " (the problem's kv_dtype)");
+      }
+      continue;
+    }
     if (Status s = check_dtype_of(*tensor, name, p.dtype, tensor == &out.o); !s) {
       return s;
     }
   }
+  if (Status s = check_scales(p, in); !s) {
+    return s;
+  }
   const Shapes sizes = shapes_of(p);
-  const std::array<View, 3> inputs = {view_of("q", in.q), view_of("k", in.k), view_of("v", in.v)};
+  const bool has_scales = is_scaled(*p.kv_dtype);
+  const auto scale_shape = [&sizes] {
+    Shape shape = sizes.k;
+    shape.size[3] = 1;
+    return shape;
+  }();
+  const Inputs inputs = {view_of("q", in.q), view_of("k", in.k), view_of("v", in.v),
+                         view_of("k_scale", in.k_scale), view_of("v_scale", in.v_scale)};
   const View o = view_of("o", out.o);
   const View lse = view_of("lse", out.lse);
   const bool has_lse = out.lse.data != nullptr;
   const std::pair<const View*, Shape> shapes[] = {
-      {&inputs[0], sizes.q}, {&inputs[1], sizes.k}, {&inputs[2], sizes.v},
-      {&o, sizes.o},         {&lse, sizes.lse},
+      {&inputs[0], sizes.q},     {&inputs[1], sizes.k},     {&inputs[2], sizes.v},
+      {&inputs[3], scale_shape}, {&inputs[4], scale_shape}, {&o, sizes.o},
+      {&lse, sizes.lse},
   };
   for (const auto& [view, shape] : shapes) {
-    if (view == &lse && !has_lse) {
+    const bool scale = view == &inputs[3] || view == &inputs[4];
+    if ((view == &lse && !has_lse) || (scale && !has_scales)) {
       continue;
     }
     if (Status s = check_shape(*view, shape); !s) {

@@ -52,6 +52,13 @@ Status check_dtype(DType dtype) {
   return Status::ok();
 }
 
+Status check_kv_dtype(DType dtype) {
+  if (dtype == DType::i32 || dtype == DType::i64) {
+    return Status::invalid_argument("kv_dtype", to_string(dtype), "the dtype of q, or int8");
+  }
+  return Status::ok();
+}
+
 Status check_heads(const AttentionProblem& p) {
   if (p.heads_q % p.heads_kv != 0) {
     return Status::invalid_argument("heads_kv", text(p.heads_kv),
@@ -135,6 +142,7 @@ Result<AttentionProblem> complete_problem(const AttentionProblem& problem) {
       check_head_dim("head_dim", p.head_dim),
       p.head_dim_v == 0 ? Status::ok() : check_head_dim("head_dim_v", p.head_dim_v),
       check_dtype(p.dtype),
+      check_kv_dtype(p.kv_dtype.value_or(p.dtype)),
       check_at_least("mask.window_left", p.mask.window_left, -1),
       check_at_least("mask.window_right", p.mask.window_right, -1),
   });
@@ -143,6 +151,7 @@ Result<AttentionProblem> complete_problem(const AttentionProblem& problem) {
   }
   p.heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
   p.head_dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  p.kv_dtype = p.kv_dtype.value_or(p.dtype);
   if (!p.softmax_scale) {
     p.softmax_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   }

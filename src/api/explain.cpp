@@ -50,6 +50,9 @@ std::string problem_text(const AttentionProblem& p, Pass pass) {
       to_string(pass), to_string(p.dtype), layout_text(p), p.batch, p.heads_q, p.heads_kv,
       p.heads_q / p.heads_kv, p.seqlen_q, p.seqlen_kv, p.head_dim, p.head_dim_v, mask_text(p.mask),
       *p.softmax_scale);
+  if (*p.kv_dtype != p.dtype) {
+    text += fmt::format(", k and v in {}", to_string(*p.kv_dtype));
+  }
   if (p.softcap > 0) {
     text += fmt::format(", softcap {:.6g}", p.softcap);
   }

@@ -13,6 +13,7 @@ std::vector<KernelInfo> list_kernels() {
                     .pipeline = entry.pipeline,
                     .instruction_set = std::string(entry.instruction_set),
                     .dtypes = entry.dtypes,
+                    .kv_dtypes = entry.kv_dtypes,
                     .accepts = std::string(entry.accepts_text),
                     .machine_has = kernel.machine.yes,
                     .machine_reason = kernel.machine.reason});

@@ -94,8 +94,9 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   state->candidates = std::move(choice->candidates);
   state->workspace_bytes = state->entry->workspace(state->problem);
 
-  Result<Cost> cost = attention_cost(state->problem.attention, state->entry->pipeline, options.pass,
-                                     Convention{}, std::max<std::int64_t>(options.splits, 1));
+  Result<Cost> cost =
+      attention_cost(state->problem.attention, state->entry->pipeline, options.pass, Convention{},
+                     state->entry->splits != nullptr ? state->entry->splits(state->problem) : 1);
   if (!cost) {
     return cost.status();
   }

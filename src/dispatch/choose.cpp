@@ -1,5 +1,6 @@
 #include "dispatch/choose.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -44,6 +45,15 @@ Acceptance acceptance_of(const Registered& kernel, const KernelProblem& problem,
   if (options.splits > 0 && entry.pipeline != Pipeline::split_kv) {
     return Acceptance::refuse("does not split the keys, and splits is " +
                               std::to_string(options.splits));
+  }
+  const DType kv_dtype = problem.attention.kv_dtype.value_or(problem.attention.dtype);
+  if (kv_dtype != problem.attention.dtype && std::ranges::count(entry.kv_dtypes, kv_dtype) == 0) {
+    std::string takes = to_string(problem.attention.dtype);
+    for (const DType other : entry.kv_dtypes) {
+      takes += std::string(", ") + to_string(other);
+    }
+    return Acceptance::refuse(std::string("kv_dtype ") + to_string(kv_dtype) + " is not among " +
+                              takes);
   }
   return entry.accepts(problem);
 }

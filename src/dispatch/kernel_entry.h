@@ -68,6 +68,9 @@ struct KernelEntry {
   bool any_head_dim_stride = false;  // q, k, v, o may have a head_dim stride other than 1
   /// What a user should know about how this kernel would do it here; empty when nothing. Optional.
   std::string (*note)(const KernelProblem&) = nullptr;
+  std::vector<DType> kv_dtypes = {};  // of k and v, besides that of q
+  /// Parts into which it would split the keys of a sequence of seqlen_kv; null: never splits.
+  std::int64_t (*splits)(const KernelProblem&) = nullptr;
 
   Pass pass() const { return backward != nullptr ? Pass::backward : Pass::forward; }
 };

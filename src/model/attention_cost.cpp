@@ -157,7 +157,9 @@ Result<Cost> decode_cost(const DecodeProblem& p, Pipeline pipeline, const Conven
       check_sequence({p.seqlen_q, p.seqlen_kv}),
       model::check_element("kv_dtype", p.kv_dtype.value_or(p.dtype)),
       check_range("kv_scale_block", p.kv_scale_block, -1, model::kMaxHeadDim),
-      model::check_not_negative("kv_scale_bytes", p.kv_scale_bytes),
+      p.kv_scale_bytes == model::kDefaultScaleBytes
+          ? Status::ok()
+          : model::check_not_negative("kv_scale_bytes", p.kv_scale_bytes),
       check_range("page_size", p.page_size, 0, kMaxLength),
       check_range("splits", p.splits, 1, std::max<std::int64_t>(1, p.seqlen_kv)));
   if (!checked) {

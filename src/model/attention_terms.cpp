@@ -342,6 +342,7 @@ Result<AttentionShape> shape_of(const AttentionProblem& p, std::int64_t splits) 
   const Status checked = first_error(
       check_heads(p.heads_q, heads_kv), check_range("head_dim", p.head_dim, 1, kMaxHeadDim),
       check_range("head_dim_v", head_dim_v, 1, kMaxHeadDim), check_element("dtype", p.dtype),
+      check_element("kv_dtype", p.kv_dtype.value_or(p.dtype)),
       check_range("splits", splits, 1, kMaxLength));
   if (!checked) {
     return checked;
@@ -351,16 +352,23 @@ Result<AttentionShape> shape_of(const AttentionProblem& p, std::int64_t splits) 
   shape.heads_kv = static_cast<double>(heads_kv);
   shape.head_dim = static_cast<double>(p.head_dim);
   shape.head_dim_v = static_cast<double>(head_dim_v);
-  shape.dtype = shape.kv_dtype = p.dtype;
+  shape.dtype = p.dtype;
+  shape.kv_dtype = p.kv_dtype.value_or(p.dtype);
+  for (const double dim : {shape.head_dim, shape.head_dim_v}) {
+    shape.scale_bytes_per_key +=
+        scale_bytes_per_row(dim, shape.kv_dtype, kDefaultScaleBlock, kDefaultScaleBytes);
+  }
   shape.splits = static_cast<double>(splits);
   return shape;
 }
 
 double scale_bytes_per_row(double dim, DType dtype, std::int64_t scale_block, double scale_bytes) {
-  if (scale_block < 0) {
-    scale_block = dtype == DType::int8 || dtype == DType::int4 ? 32 : 0;
-  }
-  return scale_block == 0 ? 0 : std::ceil(dim / static_cast<double>(scale_block)) * scale_bytes;
+  const double block = scale_block >= 0       ? static_cast<double>(scale_block)
+                       : dtype == DType::int8 ? dim
+                       : dtype == DType::int4 ? 32.0
+                                              : 0.0;
+  const double each = scale_bytes >= 0 ? scale_bytes : dtype == DType::int8 ? 4.0 : 2.0;
+  return block == 0 ? 0 : std::ceil(dim / block) * each;
 }
 
 }  // namespace rafter::model

@@ -58,8 +58,9 @@ Status check_mask(const Mask& mask, const Convention& convention);
 Result<AttentionShape> shape_of(const AttentionProblem& problem, std::int64_t splits);
 
 inline constexpr std::int64_t kDefaultScaleBlock = -1;
-inline constexpr double kDefaultScaleBytes = 2;
-/// Scales of one row of `dim` elements: −1 chooses blocks of 32 for int8 and int4, none else.
+inline constexpr double kDefaultScaleBytes = -1;
+/// Scales of one row of `dim` elements. −1 chooses: int8 has one f32 for the row (what the kernels
+/// read), int4 an f16 for each 32 elements, other dtypes none.
 double scale_bytes_per_row(double dim, DType dtype, std::int64_t scale_block, double scale_bytes);
 
 }  // namespace rafter::model

@@ -332,7 +332,7 @@ TEST(DecodeCost, CountsNarrowCachesWithTheirScales) {
   };
   EXPECT_EQ(kv(DType::bf16), keys * (128 + 100) * 2);
   EXPECT_EQ(kv(DType::e4m3), keys * (128 + 100));
-  EXPECT_EQ(kv(DType::int8), keys * ((128 + 100) + (4 + 4) * 2));  // scales of 32 elements each
+  EXPECT_EQ(kv(DType::int8), keys * ((128 + 100) + 2 * 4));  // one f32 scale for each row
   EXPECT_EQ(kv(DType::int4), keys * ((128 + 100) * 0.5 + (4 + 4) * 2));
   d.kv_scale_block = 128;
   EXPECT_EQ(kv(DType::int4), keys * ((128 + 100) * 0.5 + (1 + 1) * 2));

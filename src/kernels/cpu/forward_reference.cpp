@@ -1,5 +1,6 @@
 // Forward attention in float64 by plain loops: the oracle that every other kernel is compared with.
-// O = softmax(softmax_scale · QKᵀ + mask) V; f32, f16 or bf16 in, dtype or f32 out, f64 inside.
+// O = softmax(softmax_scale · QKᵀ + mask) V; f32, f16 or bf16 in, dtype or f32 out, f64 inside;
+// K, V of that dtype, or int8 times a factor of each row.
 // Q, O [batch, seqlen_q, heads_q, head_dim]   K, V [batch, seqlen_kv, heads_kv, head_dim], packed
 // or paged; any strides, head_dim included. One query row at a time: its visible keys' scores,
 // their maximum, the exponentials, the sum. A row's work is the same whoever computes it, so
@@ -32,6 +33,7 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   const tiles::Range keys = cpu::mask_window(p.mask, s).row(r.row);
   const double scale = *p.softmax_scale;
   const double softcap = p.softcap;
+  const bool scaled = *p.kv_dtype == DType::int8;
 
   const std::int64_t q_row = cpu::offset_of(in.q, s.q_batch, s.q_row + r.row, r.head_q);
   std::array<double, 256> q;  // head_dim is at most 256
@@ -47,7 +49,7 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
       score += q[static_cast<std::size_t>(d)] *
                base::load_element(in.k, k_row + d * in.k.stride_head_dim);
     }
-    score *= scale;
+    score *= scaled ? scale * double{cpu::key_scale(p, in, in.k_scale, s, j, head_kv)} : scale;
     if (softcap > 0) {
       score = softcap * std::tanh(score / softcap);
     }
@@ -67,7 +69,8 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   std::array<double, 256> total = {};  // head_dim_v is at most 256
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
     const std::int64_t v_row = cpu::key_offset(p, in, in.v, s, j, head_kv);
-    const double weight = scores[j - keys.first];
+    const double weight = scores[j - keys.first] *
+                          (scaled ? double{cpu::key_scale(p, in, in.v_scale, s, j, head_kv)} : 1.0);
     for (std::int64_t d = 0; d < p.head_dim_v; ++d) {
       total[static_cast<std::size_t>(d)] +=
           weight * base::load_element(in.v, v_row + d * in.v.stride_head_dim);
@@ -142,7 +145,8 @@ std::span<const KernelEntry> entries_forward_reference() {
                   .workspace = workspace,
                   .forward = forward,
                   .only_when_forced = true,
-                  .any_head_dim_stride = true}};
+                  .any_head_dim_stride = true,
+                  .kv_dtypes = {DType::int8}}};
   return kEntries;
 }
 

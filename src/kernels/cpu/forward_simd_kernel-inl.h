@@ -10,8 +10,6 @@
 #endif
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "hwy/highway.h"
 #include "kernels/cpu/forward_simd_math-inl.h"
@@ -30,8 +28,6 @@ namespace HWY_NAMESPACE {
 namespace {
 
 constexpr int kRows = static_cast<int>(kBlocking.rows);
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr double kLn2 = 0.6931471805599453;
 
 // Register blocks of one vector of queries take twice the rows where that is still within
 // registers, so that enough additions are in flight.
@@ -318,21 +314,6 @@ void pack_queries(const TensorView& q, const cpu::Lanes& lanes, std::int64_t fir
   }
 }
 
-template <DType kType>
-void store_row(const float* HWY_RESTRICT row, std::int64_t count, void* data, std::int64_t offset) {
-  const D d;
-  auto* const out = static_cast<Element<kType>*>(data) + offset;
-  std::int64_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) {
-    store_f32<kType>(hn::Load(d, row + c), out + c);
-  }
-  if (c < count) {
-    alignas(64) Element<kType> buffer[kLanes];
-    store_f32<kType>(hn::Load(d, row + c), buffer);
-    std::memcpy(out + c, buffer, static_cast<std::size_t>(count - c) * sizeof(Element<kType>));
-  }
-}
-
 /// O = Oᵀ / sum of one panel, transposed back, and lse.
 void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std::int64_t first_lane,
                  std::int64_t width, const tiles::SimdLayout& layout, const float* o,
@@ -372,12 +353,9 @@ void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std::int64_
         store_row<DType::f16>(row, layout.head_dim_v, view.data, offset);
       }
       if (out.lse.data != nullptr) {
-        const float l = sum[lane + i];
         out.lse.data[lanes.offset(at, out.lse.stride_batch, out.lse.stride_seqlen,
                                   out.lse.stride_heads)] =
-            l == 0 ? kMinusInfinity
-                   : static_cast<float>(static_cast<double>(maximum[lane + i]) * kLn2 +
-                                        static_cast<double>(std::log(l)));
+            lse_of_log2(maximum[lane + i], sum[lane + i]);
       }
     }
   }

@@ -1,5 +1,6 @@
-// Vector arithmetic of the fused forward: conversions of f32, bf16 and f16 to and from f32, exp2,
-// tanh, 4 × 4 transposes. Compiled once per instruction set (Highway's foreach_target).
+// Vector arithmetic of the fused forward: conversions of f32, bf16 and f16 to and from f32 and of
+// int8 to f32, exp2, tanh, 4 × 4 transposes. Compiled once per instruction set (Highway's
+// foreach_target).
 #if defined(RAFTER_FORWARD_SIMD_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef RAFTER_FORWARD_SIMD_MATH_INL_H_
 #undef RAFTER_FORWARD_SIMD_MATH_INL_H_
@@ -7,8 +8,10 @@
 #define RAFTER_FORWARD_SIMD_MATH_INL_H_
 #endif
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "hw/cpu/vector4.h"
@@ -43,8 +46,12 @@ using DU16 = hn::Rebind<std::uint16_t, D>;
 using D4 = hn::FixedTag<float, 4>;
 using V = hn::Vec<D>;
 
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
 template <DType kType>
-using Element = std::conditional_t<kType == DType::f32, float, std::uint16_t>;
+using Element =
+    std::conditional_t<kType == DType::f32, float,
+                       std::conditional_t<kType == DType::int8, std::int8_t, std::uint16_t>>;
 
 // f16 bits in 32-bit lanes to f32. Subnormals are exact: the product with 2^112 normalises them.
 HWY_INLINE V f32_of_f16_bits(hn::Vec<DU> half) {
@@ -93,12 +100,28 @@ HWY_INLINE hn::Vec<DI> bf16_bits_of_f32(V value) {
   return hn::BitCast(di, hn::IfThenElse(is_nan, quiet, rounded));
 }
 
+HWY_INLINE V f32_of_int8(const std::int8_t* HWY_RESTRICT source) {
+  const D d;
+#if HWY_TARGET == HWY_SCALAR
+  alignas(64) float values[kLanes];
+  for (std::int64_t i = 0; i < kLanes; ++i) {
+    values[i] = static_cast<float>(source[i]);
+  }
+  return hn::Load(d, values);
+#else
+  const DI di;
+  return hn::ConvertTo(d, hn::PromoteTo(di, hn::LoadU(hn::Rebind<std::int8_t, D>(), source)));
+#endif
+}
+
 /// kLanes elements from source, as f32.
 template <DType kType>
 HWY_INLINE V load_f32(const Element<kType>* HWY_RESTRICT source) {
   const D d;
   if constexpr (kType == DType::f32) {
     return hn::LoadU(d, source);
+  } else if constexpr (kType == DType::int8) {
+    return f32_of_int8(source);
   } else {
     const DU du;
     if constexpr (kType == DType::bf16) {
@@ -181,6 +204,31 @@ HWY_INLINE V tanh_of(V x) {
   const V one = hn::Set(d, 1.0f);
   const V large = hn::Sub(one, hn::Div(hn::Set(d, 2.0f), hn::Add(e, one)));
   return hn::IfThenElse(hn::Lt(magnitude, hn::Set(d, 0.625f)), small, hn::CopySign(large, x));
+}
+
+/// `count` f32 as elements of kType.
+template <DType kType>
+void store_row(const float* HWY_RESTRICT row, std::int64_t count, void* data, std::int64_t offset) {
+  const D d;
+  auto* const out = static_cast<Element<kType>*>(data) + offset;
+  std::int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) {
+    store_f32<kType>(hn::Load(d, row + c), out + c);
+  }
+  if (c < count) {
+    alignas(64) Element<kType> buffer[kLanes];
+    store_f32<kType>(hn::Load(d, row + c), buffer);
+    std::memcpy(out + c, buffer, static_cast<std::size_t>(count - c) * sizeof(Element<kType>));
+  }
+}
+
+/// lse of a row whose scores times log2 e have this maximum, and this sum of powers of two. A row
+/// that saw no key has sum 0.
+HWY_INLINE float lse_of_log2(float maximum, float sum) {
+  constexpr double kLn2 = 0.6931471805599453;
+  return sum == 0 ? kMinusInfinity
+                  : static_cast<float>(static_cast<double>(maximum) * kLn2 +
+                                       static_cast<double>(std::log(sum)));
 }
 
 HWY_INLINE void transpose4(hn::Vec<D4>& a, hn::Vec<D4>& b, hn::Vec<D4>& c, hn::Vec<D4>& e) {

@@ -1,6 +1,7 @@
 #include "kernels/cpu/onednn_common.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -380,9 +381,15 @@ std::uint8_t* MaterialisedCall::finite_flag(const Sequence& s, std::int64_t batc
          key / kKeyChunk;
 }
 
-/// One row of a tensor in the operand dtype; true when it is finite.
+/// The factor of a row of k or v: 1 where it has none.
+float MaterialisedCall::scale_of(const TensorView& scale, const Sequence& s, std::int64_t key,
+                                 std::int64_t head_kv) const {
+  return scale.data == nullptr ? 1.0f : key_scale(problem_, call_.in, scale, s, key, head_kv);
+}
+
+/// One row of a tensor times `scale` in the operand dtype; true when it is finite.
 bool MaterialisedCall::pack_row(const TensorView& view, std::int64_t offset, std::int64_t dim,
-                                void* target) const {
+                                float scale, void* target) const {
   const std::int64_t element = size_of(view.dtype);
   const auto* const source = static_cast<const std::byte*>(view.data) + offset * element;
   const bool contiguous = view.stride_head_dim == 1 || dim == 1;
@@ -392,9 +399,11 @@ bool MaterialisedCall::pack_row(const TensorView& view, std::int64_t offset, std
                           ? ops_.load(source, view.dtype, dim, row)
                           : ops_.load_strided(source, view.dtype, view.stride_head_dim, dim, row);
   if (operand_ != DType::f32) {
-    ops_.store(values, 1.0f, operand_, dim, target);
+    ops_.store(values, scale, operand_, dim, target);
+  } else if (view.dtype == DType::int8) {
+    ops_.scale(row, scale, dim);
   }
-  return finite;
+  return finite && std::isfinite(scale);
 }
 
 void MaterialisedCall::pack_chunk(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
@@ -402,9 +411,11 @@ void MaterialisedCall::pack_chunk(const Sequence& s, std::int64_t batch, std::in
   bool finite = true;
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
     pack_row(call_.in.k, key_offset(problem_, call_.in, call_.in.k, s, j, head_kv),
-             problem_.head_dim, packed(k_, s, batch, head_kv, j, problem_.head_dim));
+             problem_.head_dim, scale_of(call_.in.k_scale, s, j, head_kv),
+             packed(k_, s, batch, head_kv, j, problem_.head_dim));
     finite = pack_row(call_.in.v, key_offset(problem_, call_.in, call_.in.v, s, j, head_kv),
-                      problem_.head_dim_v, packed(v_, s, batch, head_kv, j, problem_.head_dim_v)) &&
+                      problem_.head_dim_v, scale_of(call_.in.v_scale, s, j, head_kv),
+                      packed(v_, s, batch, head_kv, j, problem_.head_dim_v)) &&
              finite;
   }
   *finite_flag(s, batch, head_kv, keys.first) = finite ? 1 : 0;
@@ -449,7 +460,7 @@ Status MaterialisedCall::score_block(const RowBlock& block, ThreadScratch& scrat
   auto* const q = static_cast<std::byte*>(scratch.q);
   for (std::int64_t r = 0; r < block.rows; ++r) {
     pack_row(call_.in.q, offset_of(call_.in.q, s.q_batch, s.q_row + block.first + r, block.head_q),
-             dim, q + r * dim * size_of(operand_));
+             dim, 1.0f, q + r * dim * size_of(operand_));
   }
   const bool in_place = operand_ == problem_.dtype;
   for (std::int64_t key = block.hull.first; key < block.hull.last;) {

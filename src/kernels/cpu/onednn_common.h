@@ -149,7 +149,10 @@ class MaterialisedCall {
                     std::int64_t key, std::int64_t dim) const;
   std::uint8_t* finite_flag(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
                             std::int64_t key) const;
-  bool pack_row(const TensorView& view, std::int64_t offset, std::int64_t dim, void* target) const;
+  bool pack_row(const TensorView& view, std::int64_t offset, std::int64_t dim, float scale,
+                void* target) const;
+  float scale_of(const TensorView& scale, const Sequence& s, std::int64_t key,
+                 std::int64_t head_kv) const;
   void pack_chunk(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
                   tiles::Range keys) const;
   Status score_block(const RowBlock& block, ThreadScratch& scratch, BlockProducts& products) const;
@@ -231,7 +234,8 @@ KernelEntry materialised_entry(std::string_view name, Status (*forward)(const Fo
               },
           .forward = forward,
           .any_head_dim_stride = true,
-          .note = onednn_note};
+          .note = onednn_note,
+          .kv_dtypes = {DType::int8}};
 }
 
 }  // namespace rafter::cpu

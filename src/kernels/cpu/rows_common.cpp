@@ -42,6 +42,12 @@ HWY_INLINE auto with_dtype(DType dtype, F f) {
   }
 }
 
+/// The same, int8 included: K and V may be of it.
+template <typename F>
+HWY_INLINE auto with_source_dtype(DType dtype, F f) {
+  return dtype == DType::int8 ? f.template operator()<DType::int8>() : with_dtype(dtype, f);
+}
+
 /// The first count lanes of value.
 HWY_INLINE void store_some(V value, std::int64_t count, float* target) {
   if (count >= kLanes) {
@@ -196,13 +202,13 @@ HWY_ATTR void scale(float* row, float factor, std::int64_t count) {
 }
 
 HWY_ATTR bool load(const void* source, DType dtype, std::int64_t count, float* target) {
-  return with_dtype(dtype, [&]<DType kType>() {
+  return with_source_dtype(dtype, [&]<DType kType>() {
     return load_typed<kType>(static_cast<Source<kType>>(source), count, target);
   });
 }
 HWY_ATTR bool load_strided(const void* source, DType dtype, std::int64_t stride, std::int64_t count,
                            float* target) {
-  return with_dtype(dtype, [&]<DType kType>() {
+  return with_source_dtype(dtype, [&]<DType kType>() {
     return load_strided_typed<kType>(static_cast<Source<kType>>(source), stride, count, target);
   });
 }

@@ -16,7 +16,7 @@ struct ScoreStatistics {
 };
 
 struct RowOps {
-  /// count elements of dtype (f32, bf16, f16) to f32. True when all are finite.
+  /// count elements of dtype (f32, bf16, f16, int8) to f32. True when all are finite.
   bool (*load)(const void* source, DType dtype, std::int64_t count, float* target);
   /// The same with a stride between elements.
   bool (*load_strided)(const void* source, DType dtype, std::int64_t stride, std::int64_t count,

@@ -60,6 +60,13 @@ inline std::int64_t key_offset(const AttentionProblem& problem, const ForwardInp
   return offset_of(view, page, j % problem.page_size, head_kv);
 }
 
+/// The factor of row `j` of k or v, of a problem whose kv_dtype has scales.
+inline float key_scale(const AttentionProblem& problem, const ForwardInputs& in,
+                       const TensorView& scale, const Sequence& s, std::int64_t j,
+                       std::int64_t head_kv) {
+  return static_cast<const float*>(scale.data)[key_offset(problem, in, scale, s, j, head_kv)];
+}
+
 template <typename T>
 T* row_of(const TensorView& view, std::int64_t batch, std::int64_t row, std::int64_t head) {
   return static_cast<T*>(view.data) + offset_of(view, batch, row, head);

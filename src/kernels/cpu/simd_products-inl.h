@@ -156,21 +156,6 @@ HWY_INLINE void lanes_to_rows(const float* HWY_RESTRICT panel, std::int64_t widt
   }
 }
 
-template <DType kType>
-void store_row(const float* HWY_RESTRICT row, std::int64_t count, void* data, std::int64_t offset) {
-  const D d;
-  auto* const out = static_cast<Element<kType>*>(data) + offset;
-  std::int64_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) {
-    store_f32<kType>(hn::Load(d, row + c), out + c);
-  }
-  if (c < count) {
-    alignas(64) Element<kType> buffer[kLanes];
-    store_f32<kType>(hn::Load(d, row + c), buffer);
-    std::memcpy(out + c, buffer, static_cast<std::size_t>(count - c) * sizeof(Element<kType>));
-  }
-}
-
 /// A row of f32 to an output of any dtype.
 inline void store_row(const float* row, std::int64_t count, const TensorView& view,
                       std::int64_t offset) {
