@@ -36,10 +36,23 @@ AttentionProblem sized_problem(const Case& c) {
 
 namespace {
 
+/// One row of k or v: as it is, or as int8 multiples of its scale.
+void write_row(const TensorView& t, std::int64_t batch, std::int64_t row, std::int64_t head,
+               const float* values, const float* scale) {
+  for (std::int64_t d = 0; d < t.head_dim; ++d) {
+    if (t.dtype == DType::int8) {
+      const auto whole = static_cast<std::int8_t>(std::lround(values[d] / *scale));
+      std::memcpy(element_at(t, batch, row, head, d), &whole, 1);
+    } else {
+      write(t, batch, row, head, d, values[d]);
+    }
+  }
+}
+
 /// Everything a run of a case needs, in memory.
 struct Scene {
   AttentionProblem problem;
-  Placed q, k, v, o;
+  Placed q, k, v, o, k_scale, v_scale;
   GuardedBuffer lse_buffer;
   LseView lse;
   Indices cu_q, cu_kv, used, pages;
@@ -48,7 +61,12 @@ struct Scene {
   std::int64_t page_cols = 0;
 
   ForwardInputs inputs() const {
-    return {q.view, k.view, v.view, cu_q.view, cu_kv.view, used.view, pages.view};
+    ForwardInputs in{q.view, k.view, v.view, cu_q.view, cu_kv.view, used.view, pages.view};
+    if (k.view.dtype == DType::int8) {
+      in.k_scale = k_scale.view;
+      in.v_scale = v_scale.view;
+    }
+    return in;
   }
 };
 
@@ -89,7 +107,8 @@ Place place_of_kv(const Scene& scene, std::int64_t b, std::int64_t j) {
 void write_values(const Case& c, const Values& values, Scene& scene) {
   const AttentionProblem& p = scene.problem;
   const std::int64_t heads_kv = scene.k.view.heads;
-  std::size_t q_at = 0, k_at = 0, v_at = 0;
+  const bool scaled = scene.k.view.dtype == DType::int8;
+  std::size_t q_at = 0, k_at = 0, v_at = 0, row_at = 0;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     for (std::int64_t i = 0; i < c.lengths_q[index(b)]; ++i) {
       const Place at = place_of_q(scene, b, i);
@@ -101,12 +120,16 @@ void write_values(const Case& c, const Values& values, Scene& scene) {
     }
     for (std::int64_t j = 0; j < c.lengths_kv[index(b)]; ++j) {
       const Place at = place_of_kv(scene, b, j);
-      for (std::int64_t h = 0; h < heads_kv; ++h) {
-        for (std::int64_t d = 0; d < p.head_dim; ++d) {
-          write(scene.k.view, at.batch, at.row, h, d, values.k[k_at++]);
-        }
-        for (std::int64_t d = 0; d < scene.v.view.head_dim; ++d) {
-          write(scene.v.view, at.batch, at.row, h, d, values.v[v_at++]);
+      for (std::int64_t h = 0; h < heads_kv; ++h, ++row_at) {
+        const float* const k_scale = scaled ? &values.k_scale[row_at] : nullptr;
+        const float* const v_scale = scaled ? &values.v_scale[row_at] : nullptr;
+        write_row(scene.k.view, at.batch, at.row, h, &values.k[k_at], k_scale);
+        write_row(scene.v.view, at.batch, at.row, h, &values.v[v_at], v_scale);
+        k_at += index(p.head_dim);
+        v_at += index(scene.v.view.head_dim);
+        if (scaled) {
+          write(scene.k_scale.view, at.batch, at.row, h, 0, *k_scale);
+          write(scene.v_scale.view, at.batch, at.row, h, 0, *v_scale);
         }
       }
     }
@@ -144,8 +167,11 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
   const std::int64_t kv_rows = packed ? p.total_kv : (paged ? p.page_size : p.seqlen_kv);
   const Fill fill = options.fill;
   scene.q = place(nth_style(c.style, 0), p.dtype, q_batch, q_rows, p.heads_q, p.head_dim, fill);
-  scene.k = place(nth_style(c.style, 1), p.dtype, kv_batch, kv_rows, heads_kv, p.head_dim, fill);
-  scene.v = place(nth_style(c.style, 2), p.dtype, kv_batch, kv_rows, heads_kv, dim_v, fill);
+  const DType kv = p.kv_dtype.value_or(p.dtype);
+  scene.k = place(nth_style(c.style, 1), kv, kv_batch, kv_rows, heads_kv, p.head_dim, fill);
+  scene.v = place(nth_style(c.style, 2), kv, kv_batch, kv_rows, heads_kv, dim_v, fill);
+  scene.k_scale = place(nth_style(c.style, 1), DType::f32, kv_batch, kv_rows, heads_kv, 1, fill);
+  scene.v_scale = place(nth_style(c.style, 2), DType::f32, kv_batch, kv_rows, heads_kv, 1, fill);
   scene.o = place(nth_style(c.style, 3), options.problem_dtype_out ? p.dtype : DType::f32, q_batch,
                   q_rows, p.heads_q, dim_v, fill);
   if (options.with_lse) {
@@ -258,15 +284,35 @@ Values make_values(const Case& c) {
     }
     return values;
   };
-  return {fill(sum_of(c.lengths_q) * p.heads_q * p.head_dim, c.sigma_q),
-          fill(sum_of(c.lengths_kv) * heads_kv * p.head_dim, c.sigma_k),
-          fill(sum_of(c.lengths_kv) * heads_kv * dim_v, 1.0)};
+  Values values{fill(sum_of(c.lengths_q) * p.heads_q * p.head_dim, c.sigma_q),
+                fill(sum_of(c.lengths_kv) * heads_kv * p.head_dim, c.sigma_k),
+                fill(sum_of(c.lengths_kv) * heads_kv * dim_v, 1.0)};
+  if (p.kv_dtype.value_or(p.dtype) == DType::int8) {
+    // Scales of 8 significant bits: whole multiples of them are exact in f32.
+    const auto quantise = [](std::vector<float>& rows, std::int64_t dim) {
+      std::vector<float> scales;
+      for (auto row = rows.begin(); row != rows.end(); row += dim) {
+        float largest = 0;
+        std::for_each(row, row + dim, [&](float x) { largest = std::fmax(largest, std::fabs(x)); });
+        const float scale = round_to(DType::bf16, std::fmax(largest, 1e-3f) / 126);
+        std::for_each(row, row + dim, [&](float& x) {
+          x = scale * std::clamp(std::round(x / scale), -127.0f, 127.0f);
+        });
+        scales.push_back(scale);
+      }
+      return scales;
+    };
+    values.k_scale = quantise(values.k, p.head_dim);
+    values.v_scale = quantise(values.v, dim_v);
+  }
+  return values;
 }
 
 Status try_case(const Case& c, const Values& values, const RunOptions& options, Output& output) {
   Scene scene = make_scene(c, values, options);
   const Result<Plan> planned =
-      plan(scene.problem, Device::cpu(), {.kernel = options.kernel, .threads = options.threads});
+      plan(scene.problem, Device::cpu(),
+           {.kernel = options.kernel, .threads = options.threads, .splits = options.splits});
   if (!planned) {
     return planned.status();
   }

@@ -44,6 +44,8 @@ struct Case {
 /// Values of all sequences, rounded to the dtype: q [Σ seqlen_q, heads_q, head_dim] and so on.
 struct Values {
   std::vector<float> q, k, v;
+  // kv_dtype int8: what k and v are whole multiples of (−127 to 127), [Σ seqlen_kv, heads_kv].
+  std::vector<float> k_scale = {}, v_scale = {};
 };
 Values make_values(const Case& c);
 
@@ -59,6 +61,7 @@ struct RunOptions {
   DType index_dtype = DType::i32;
   bool problem_dtype_out = false;  // o in the problem's dtype; else f32
   bool with_lse = true;
+  std::int64_t splits = 0;
 };
 
 /// Runs a case through plan and forward; fails the test on any error or a broken guard band.
