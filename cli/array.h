@@ -29,6 +29,8 @@ struct Array {
 enum class Expect : std::uint8_t {
   values,       // float32, float16, bfloat16
   values_bf16,  // the same, and 16-bit words are bfloat16
+  cache,        // the values of a KV cache, or int8
+  cache_bf16,   // the same, and 16-bit words are bfloat16
   indices,      // int32, int64
 };
 

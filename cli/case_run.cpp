@@ -13,6 +13,7 @@
 #include <span>
 
 #include "cli/array.h"
+#include "cli/quantise.h"
 
 namespace rafter::cli {
 namespace {
@@ -72,7 +73,12 @@ Placed place(Strides strides, DType dtype, std::array<std::int64_t, 4> shape,
   return placed;
 }
 
-void store(std::byte* to, DType dtype, float value) {
+void store(std::byte* to, DType dtype, float value, float scale = 1) {
+  if (dtype == DType::int8) {
+    const std::int8_t whole = to_int8(value, scale);
+    std::memcpy(to, &whole, sizeof whole);
+    return;
+  }
   if (dtype == DType::f32) {
     std::memcpy(to, &value, sizeof value);
     return;
@@ -248,6 +254,7 @@ Result<CaseOutput> reference_of(const AttentionCase& c, const AttentionProblem& 
   for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
     AttentionProblem p = sized;
     p.dtype = DType::f32;
+    p.kv_dtype = {};
     p.layout = Layout::dense;
     p.batch = 1;
     p.seqlen_q = c.lengths_q[b];
@@ -393,6 +400,21 @@ CaseValues make_values(const AttentionCase& c, DType dtype) {
   } else if (c.fill == Fill::nan_row) {
     values.q[at(rows_q / 2 * p.heads_q * p.head_dim)] = std::numeric_limits<float>::quiet_NaN();
   }
+  if (p.kv_dtype == DType::int8) {
+    const auto quantise = [](std::vector<float>& rows, std::int64_t dim) {
+      std::vector<float> scales;
+      for (std::size_t first = 0; first < rows.size(); first += at(dim)) {
+        const std::span<float> row(rows.data() + first, at(dim));
+        scales.push_back(int8_scale(row));
+        for (float& value : row) {
+          value = scales.back() * static_cast<float>(to_int8(value, scales.back()));
+        }
+      }
+      return scales;
+    };
+    values.k_scale = quantise(values.k, p.head_dim);
+    values.v_scale = quantise(values.v, head_dim_v(c));
+  }
   return values;
 }
 
@@ -422,7 +444,7 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
                             const CaseRun& run) {
   const AttentionProblem p = sized_problem(c, dtype);
   const Result<Plan> planned =
-      plan(p, Device::cpu(), {.kernel = run.kernel, .threads = run.threads});
+      plan(p, Device::cpu(), {.kernel = run.kernel, .threads = run.threads, .splits = c.splits});
   if (!planned) {
     return planned.status();
   }
@@ -437,8 +459,11 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
   const auto key = [&](std::int64_t b, std::int64_t row) { return map.key(b, row); };
 
   Placed q = place(c.strides, dtype, {batch_q, rows_q, p.heads_q, p.head_dim}, run.poison);
-  Placed k = place(c.strides, dtype, {batch_kv, rows_kv, p.heads_kv, p.head_dim}, run.poison);
-  Placed v = place(c.strides, dtype, {batch_kv, rows_kv, p.heads_kv, p.head_dim_v}, run.poison);
+  const DType kv = p.kv_dtype.value_or(dtype);
+  Placed k = place(c.strides, kv, {batch_kv, rows_kv, p.heads_kv, p.head_dim}, run.poison);
+  Placed v = place(c.strides, kv, {batch_kv, rows_kv, p.heads_kv, p.head_dim_v}, run.poison);
+  Placed k_scale = place(c.strides, DType::f32, {batch_kv, rows_kv, p.heads_kv, 1}, run.poison);
+  Placed v_scale = place(c.strides, DType::f32, {batch_kv, rows_kv, p.heads_kv, 1}, run.poison);
   Placed o = place(c.strides, DType::f32, {batch_q, rows_q, p.heads_q, p.head_dim_v}, run.poison);
   // lse [batch, heads, seqlen] lies as a tensor of one dimension per head.
   Placed lse = place(c.strides == Strides::contiguous ? Strides::heads_first : c.strides,
@@ -450,8 +475,21 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
     };
   };
   each_element(c.lengths_q, p.heads_q, p.head_dim, query, write(q, values.q));
-  each_element(c.lengths_kv, p.heads_kv, p.head_dim, key, write(k, values.k));
-  each_element(c.lengths_kv, p.heads_kv, p.head_dim_v, key, write(v, values.v));
+  const auto write_rows = [](Placed& to, const std::vector<float>& from,
+                             const std::vector<float>& scales) {
+    return [&to, &from, &scales](std::size_t i, std::int64_t batch, std::int64_t row,
+                                 std::int64_t head, std::int64_t dim) {
+      const float scale = scales.empty() ? 1 : scales[i / at(to.view.head_dim)];
+      store(to.element(batch, row, head, dim), to.view.dtype, from[i], scale);
+    };
+  };
+  each_element(c.lengths_kv, p.heads_kv, p.head_dim, key, write_rows(k, values.k, values.k_scale));
+  each_element(c.lengths_kv, p.heads_kv, p.head_dim_v, key,
+               write_rows(v, values.v, values.v_scale));
+  if (kv == DType::int8) {
+    each_element(c.lengths_kv, p.heads_kv, 1, key, write(k_scale, values.k_scale));
+    each_element(c.lengths_kv, p.heads_kv, 1, key, write(v_scale, values.v_scale));
+  }
 
   const auto indices = [](bool wanted, const std::vector<std::int64_t>& from, std::int64_t cols) {
     return wanted ? IndexView{from.data(), DType::i64, static_cast<std::int64_t>(from.size()), cols}
@@ -471,7 +509,9 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
                         .cu_seqlens_q = indices(packed, map.start_q, 0),
                         .cu_seqlens_kv = indices(packed, map.start_kv, 0),
                         .seqused_kv = indices(p.seqused_kv, c.lengths_kv, 0),
-                        .page_table = indices(paged, map.pages, map.columns)},
+                        .page_table = indices(paged, map.pages, map.columns),
+                        .k_scale = kv == DType::int8 ? k_scale.view : TensorView{},
+                        .v_scale = kv == DType::int8 ? v_scale.view : TensorView{}},
                        {.o = o.view,
                         .lse = {static_cast<float*>(l.data), l.batch, l.heads, l.seqlen,
                                 l.stride_batch, l.stride_heads, l.stride_seqlen}},

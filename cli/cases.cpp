@@ -1,5 +1,7 @@
 #include "cli/cases.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -146,6 +148,42 @@ void add_layouts(std::vector<AttentionCase>& cases) {
   }
 }
 
+/// Few queries against many keys: parts that are full, that hold one key, that a mask hides.
+void add_decode(std::vector<AttentionCase>& cases) {
+  const Heads heads{.q = 8, .kv = 2, .dim = 64};
+  const auto cache = [&](std::string name, std::int64_t seqlen_q, std::int64_t seqlen_kv,
+                         Heads shape, Mask mask, DType kv_dtype) {
+    return with(one(std::move(name), seqlen_q, seqlen_kv, shape, mask),
+                [kv_dtype](AttentionCase& c) { c.problem.kv_dtype = kv_dtype; });
+  };
+  for (const std::int64_t length : {511, 512, 513, 2000}) {
+    cases.push_back(one("decode_" + std::to_string(length), 1, length, heads));
+  }
+  cases.push_back(one("decode_group_6", 1, 700, {.q = 6, .kv = 1, .dim = 80}));
+  cases.push_back(one("decode_draft_causal", 5, 1030, heads, Mask::causal()));
+  cases.push_back(one("decode_window", 3, 1500, heads, Mask::window(600, 0)));
+  cases.push_back(
+      with(one("decode_splits_7", 1, 700, heads), [](AttentionCase& c) { c.splits = 7; }));
+  cases.push_back(cache("decode_int8", 1, 1100, heads, {}, DType::int8));
+  cases.push_back(cache("decode_int8_head_dim_40", 4, 70, {.q = 3, .kv = 1, .dim = 40},
+                        Mask::causal(), DType::int8));
+  for (const std::int64_t page_size : {1, 3, 16}) {
+    for (const bool int8 : {false, true}) {
+      AttentionCase c = one(fmt::format("decode_paged_{}{}", page_size, int8 ? "_int8" : ""), 0, 0,
+                            {.q = 4, .kv = 2, .dim = 32}, Mask::causal());
+      c.problem.layout = Layout::paged;
+      c.problem.seqused_kv = true;
+      c.problem.page_size = page_size;
+      if (int8) {
+        c.problem.kv_dtype = DType::int8;
+      }
+      c.lengths_q = {1, 1, 1};
+      c.lengths_kv = {600, 13, 0};
+      cases.push_back(std::move(c));
+    }
+  }
+}
+
 }  // namespace
 
 std::span<const AttentionCase> attention_cases() {
@@ -157,6 +195,7 @@ std::span<const AttentionCase> attention_cases() {
     add_masks(cases);
     add_scores(cases);
     add_layouts(cases);
+    add_decode(cases);
     return cases;
   }();
   return kCases;

@@ -32,6 +32,7 @@ struct AttentionCase {
   std::vector<std::int64_t> lengths_q, lengths_kv;  // of each sequence
   Strides strides = Strides::contiguous;
   Fill fill = Fill::normal;
+  std::int64_t splits = 0;  // parts of the keys; 0: the kernel's own
 };
 
 /// Rows of packed tensors that belong to no sequence: behind the last one, and behind the keys in

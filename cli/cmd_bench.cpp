@@ -41,6 +41,21 @@ struct AttentionAxes {
   const char* verb() const { return pass == Pass::forward ? "attention" : "backward"; }
 };
 
+struct DecodeAxes {
+  std::vector<std::int64_t> seqlens_kv = {8192};
+  std::vector<std::int64_t> seqlens_q = {1};
+  std::vector<std::int64_t> head_dims = {128};
+  std::vector<std::int64_t> heads_q = {32};
+  std::vector<std::int64_t> heads_kv = {8};
+  std::vector<std::int64_t> batches = {1, 8};
+  std::vector<std::int64_t> page_sizes = {0};
+  std::vector<DType> kv_dtypes = {};  // default: as the dtype
+  std::vector<Pipeline> pipelines = {Pipeline::split_kv};
+  std::int64_t splits = 0;
+  std::string kernel;
+  bool evidence = false;
+};
+
 struct GemmAxes {
   std::vector<std::int64_t> m = {512, 1024}, n = {}, k = {};
 };
@@ -103,6 +118,9 @@ Json table_row(const BenchRow& row) {
   json["from"] = row.level;
   json["bytes"] = number(row.cost.bytes);
   json["kernel"] = row.kernel;
+  if (row.more.contains("tokens_per_s")) {
+    json["tokens_per_s"] = row.more["tokens_per_s"];
+  }
   return json;
 }
 
@@ -162,17 +180,10 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
   }
 }
 
-BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
+/// What every row of an attention kernel has, the shape left to the caller.
+BenchRow measured_row(const char* kind, const CaseResult& result) {
   BenchRow row;
-  row.kind = axes.verb();
-  row.shape = Json{{"seqlen", p.seqlen_q},
-                   {"head_dim", p.head_dim},
-                   {"heads_q", p.heads_q},
-                   {"heads_kv", p.heads_kv == 0 ? p.heads_q : p.heads_kv},
-                   {"batch", p.batch},
-                   {"causal", !p.mask.is_none()},
-                   {"dtype", to_string(p.dtype)},
-                   {"threads", result.threads}};
+  row.kind = kind;
   row.pipeline = to_string(result.pipeline);
   row.kernel = result.kernel;
   row.cost = result.cost;
@@ -187,6 +198,21 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
   row.more["workspace_bytes"] = number(result.workspace_bytes);
   row.more["working_set_bytes"] = number(result.working_set_bytes);
   row.more["predicted_from_memory_s"] = number(result.predicted.time_s);
+  row.more["elasticity"] = m.has_elasticity ? number(m.elasticity) : Json();
+  row.more["flop_exponent"] = m.has_flop_exponent ? number(m.flop_exponent) : Json();
+  return row;
+}
+
+BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
+  BenchRow row = measured_row(axes.verb(), result);
+  row.shape = Json{{"seqlen", p.seqlen_q},
+                   {"head_dim", p.head_dim},
+                   {"heads_q", p.heads_q},
+                   {"heads_kv", p.heads_kv == 0 ? p.heads_q : p.heads_kv},
+                   {"batch", p.batch},
+                   {"causal", !p.mask.is_none()},
+                   {"dtype", to_string(p.dtype)},
+                   {"threads", result.threads}};
   if (axes.pass == Pass::backward) {
     // The field's count, by which the rates of both passes compare.
     const double flops =
@@ -194,18 +220,35 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
     row.more["forward_flops_x2.5"] = number(flops);
     row.more["forward_flops_x2.5_per_s"] = number(flops / result.median_s());
   }
-  row.more["elasticity"] = m.has_elasticity ? number(m.elasticity) : Json();
-  row.more["flop_exponent"] = m.has_flop_exponent ? number(m.flop_exponent) : Json();
   return row;
 }
 
-/// All points of the grid but for the pipelines, which are timed together.
-std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& common) {
+BenchRow decode_row(const AttentionProblem& p, const CaseResult& result) {
+  BenchRow row = measured_row("decode", result);
+  row.shape =
+      Json{{"seqlen_kv", p.seqlen_kv},    {"seqlen_q", p.seqlen_q},
+           {"head_dim", p.head_dim},      {"heads_q", p.heads_q},
+           {"heads_kv", p.heads_kv},      {"batch", p.batch},
+           {"dtype", to_string(p.dtype)}, {"kv_dtype", to_string(p.kv_dtype.value_or(p.dtype))},
+           {"page_size", p.page_size},    {"threads", result.threads}};
+  const double median_s = result.median_s();
+  row.more["kv_bytes"] = number(result.cost.kv_bytes);
+  row.more["kv_bytes_per_s"] = number(result.cost.kv_bytes / median_s);
+  row.more["tokens_per_s"] = number(static_cast<double>(p.batch * p.seqlen_q) / median_s);
+  return row;
+}
+
+void check_dtypes(const Common& common) {
   for (DType dtype : common.dtypes) {
     if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
       fail_flag("--dtype", to_string(dtype), "f32, bf16, f16");
     }
   }
+}
+
+/// All points of the grid but for the pipelines, which are timed together.
+std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& common) {
+  check_dtypes(common);
   std::vector<AttentionProblem> grid;
   for (DType dtype : common.dtypes) {
     for (std::int64_t batch : axes.batches) {
@@ -233,7 +276,58 @@ std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& c
   return grid;
 }
 
-void bench_attention(const AttentionAxes& axes, const Common& common, Context& context) {
+std::vector<AttentionProblem> grid_of(const DecodeAxes& axes, const Common& common) {
+  check_dtypes(common);
+  for (DType kv : axes.kv_dtypes) {
+    if (kv != DType::f32 && kv != DType::bf16 && kv != DType::f16 && kv != DType::int8) {
+      fail_flag("--kv-dtype", to_string(kv), "f32, bf16, f16, int8");
+    }
+  }
+  std::vector<AttentionProblem> grid;
+  const auto add = [&](DType dtype, DType kv, std::int64_t batch, std::int64_t page_size,
+                       AttentionProblem p) {
+    p.dtype = dtype;
+    p.kv_dtype = kv;
+    p.batch = batch;
+    if (page_size > 0) {
+      p.layout = Layout::paged;
+      p.page_size = page_size;
+      p.num_pages = batch * ((p.seqlen_kv + page_size - 1) / page_size);
+    }
+    grid.push_back(p);
+  };
+  for (DType dtype : common.dtypes) {
+    for (DType kv : axes.kv_dtypes.empty() ? std::vector{dtype} : axes.kv_dtypes) {
+      for (std::int64_t batch : axes.batches) {
+        for (std::int64_t heads_q : axes.heads_q) {
+          for (std::int64_t heads_kv : axes.heads_kv) {
+            for (std::int64_t head_dim : axes.head_dims) {
+              for (std::int64_t page_size : axes.page_sizes) {
+                for (std::int64_t seqlen_q : axes.seqlens_q) {
+                  for (std::int64_t seqlen_kv : axes.seqlens_kv) {
+                    AttentionProblem p{.heads_q = heads_q,
+                                       .heads_kv = heads_kv == 0 ? heads_q : heads_kv,
+                                       .seqlen_q = seqlen_q,
+                                       .seqlen_kv = seqlen_kv,
+                                       .head_dim = head_dim};
+                    p.mask = seqlen_q > 1 ? Mask::causal() : Mask::none();
+                    add(dtype, kv, batch, page_size, p);
+                  }
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  return grid;
+}
+
+/// Times every point of a grid by each of the pipelines, or by one kernel.
+template <typename Axes, typename Row>
+void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOptions options,
+                const Row& row_of_result, Context& context) {
   const Baseline baseline = baseline_of(common);
   const ThisMachine machine =
       this_machine(common.device, static_cast<int>(common.threads), false, "bench");
@@ -244,11 +338,10 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
   for (std::size_t i = 0; i < grid.size(); ++i) {
     const AttentionProblem& problem = grid[i];
     progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
-    PlanOptions options;
-    options.pass = axes.pass;
     options.threads = static_cast<int>(common.threads);
     options.device_spec = &machine.spec;
     options.kernel = axes.kernel;
+    options.pipeline = {};
     // A shape that no kernel could take is the user's mistake: the plan says which.
     value_or_fail(attention_cost(problem, Pipeline::fused));
     const Qkv data = value_or_fail(random_data(problem));
@@ -265,7 +358,7 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
         value_or_fail(time_cases(cases, machine.spec, {rule_of(common), axes.evidence}));
     for (const CaseResult& result : results) {
       if (result.refusal.empty()) {
-        rows.push_back(row_of(problem, result, axes));
+        rows.push_back(row_of_result(problem, result));
       } else {
         refused.push_back(
             Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
@@ -273,7 +366,7 @@ void bench_attention(const AttentionAxes& axes, const Common& common, Context& c
     }
   }
   if (rows.empty()) {
-    fail(Exit::bad_input, fmt::format("bench {}", axes.verb()),
+    fail(Exit::bad_input, std::string("bench ") + verb,
          refused.front().at("reason").get<std::string>());
   }
   finish(rows, refused, machine, common, baseline, context);
@@ -361,7 +454,47 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
   add_switch(*command, "--evidence", axes->evidence,
              "also time twice the work and added FLOPs, to name the wall");
   add_common(*command, *common, context);
-  command->callback([axes, common, &context] { bench_attention(*axes, *common, context); });
+  command->callback([axes, common, &context] {
+    bench_grid(
+        axes->verb(), *axes, *common, {.pass = axes->pass},
+        [&axes](const AttentionProblem& p, const CaseResult& r) { return row_of(p, r, *axes); },
+        context);
+  });
+}
+
+void add_bench_decode(CLI::App& bench, Context& context) {
+  auto axes = std::make_shared<DecodeAxes>();
+  auto common = std::make_shared<Common>();
+  common->dtypes = {DType::bf16};
+  CLI::App* command = bench.add_subcommand("decode", "few new tokens against a cache");
+  command->footer(examples(
+      {{"rafter bench decode", "32 query heads on 8 KV heads, 8k keys, one sequence and eight"},
+       {"rafter bench decode --kv-dtype bf16,int8 --batch 1 --page-size 0,16", "caches compared"},
+       {"rafter bench decode --pipeline split-kv,fused,unfused", "against the other pipelines"},
+       {"rafter bench decode --baseline r.jsonl", "exit 1 when a row became slower"}}));
+  add_lengths(*command, "--seqlen-kv", axes->seqlens_kv, "keys in the cache", {1, 1 << 22});
+  add_lengths(*command, "--seqlen-q", axes->seqlens_q,
+              "new tokens of each sequence; causal among themselves", {1, 4096});
+  add_lengths(*command, "--head-dim", axes->head_dims, "head_dim", {1, 256});
+  add_lengths(*command, "--heads-q", axes->heads_q, "query heads", {1, 4096});
+  add_lengths(*command, "--heads-kv", axes->heads_kv, "key and value heads (0: as --heads-q)",
+              {0, 4096});
+  add_lengths(*command, "--batch", axes->batches, "sequences", {1, 65536});
+  add_dtypes(*command, "--kv-dtype", axes->kv_dtypes, "of the cache (default: as --dtype)");
+  add_lengths(*command, "--page-size", axes->page_sizes, "keys per page; 0: not paged",
+              {0, 1 << 22});
+  add_length(*command, "--splits", axes->splits, "parts of the keys (0: the kernel's own)",
+             {0, 1 << 20});
+  add_pipelines(*command, axes->pipelines, "which pipelines");
+  CLI::Option* kernel =
+      add_text(*command, "--kernel", axes->kernel, "this kernel alone (rafter kernels)", "NAME");
+  kernel->excludes(command->get_option("--pipeline"));
+  add_switch(*command, "--evidence", axes->evidence,
+             "also time twice the work and added FLOPs, to name the wall");
+  add_common(*command, *common, context);
+  command->callback([axes, common, &context] {
+    bench_grid("decode", *axes, *common, {.splits = axes->splits}, decode_row, context);
+  });
 }
 
 void add_bench_gemm(CLI::App& bench, Context& context) {
@@ -384,17 +517,19 @@ void add_bench(CLI::App& app, Context& context) {
   CLI::App* bench =
       app.add_subcommand("bench", "run kernels over a grid of shapes, predicted beside measured");
   bench->footer(examples({{"rafter bench attention", "a small grid"},
+                          {"rafter bench decode", "one token against a cache"},
                           {"rafter bench gemm", "the library's matrix product"}}));
   add_bench_attention(*bench, Pass::forward, context);
   add_bench_attention(*bench, Pass::backward, context);
+  add_bench_decode(*bench, context);
   add_bench_gemm(*bench, context);
-  for (const char* verb : {"decode", "model"}) {
+  for (const char* verb : {"model"}) {
     CLI::App* command = bench->add_subcommand(verb, "not in this build yet");
     command->group("");  // refused by name, not offered by --help
     command->allow_extras();
     command->callback([verb] {
       fail(Exit::bad_input, fmt::format("bench {}", verb),
-           "not in this build yet; attention, backward, gemm allowed");
+           "not in this build yet; attention, backward, decode, gemm allowed");
     });
   }
 }

@@ -116,6 +116,7 @@ AttentionProblem packed_problem(const Qkv& qkv, const Indices& indices) {
   problem.head_dim = qkv.q.shape[2];
   problem.head_dim_v = qkv.v.shape[2];
   problem.dtype = qkv.q.dtype;
+  problem.kv_dtype = qkv.k.dtype;
   return problem;
 }
 
@@ -304,6 +305,7 @@ Json echo(const AttentionProblem& problem, const char* layout) {
   json["head_dim"] = problem.head_dim;
   json["head_dim_v"] = problem.head_dim_v;
   json["dtype"] = to_string(problem.dtype);
+  json["kv_dtype"] = to_string(*problem.kv_dtype);
   json["window_left"] = problem.mask.window_left;
   json["window_right"] = problem.mask.window_right;
   json["mask_align"] = problem.mask.align == MaskAlign::top_left ? "top-left" : "bottom-right";
@@ -447,13 +449,17 @@ void run(const RunFlags& flags, const Context& context) {
     fail(Exit::check_failed, "workspace of " + largest.kernel(), workspace.status().given());
   }
 
-  const ForwardInputs in{.q = view_of(qkv.q),
-                         .k = view_of(qkv.k),
-                         .v = view_of(qkv.v),
-                         .cu_seqlens_q = view_of_indices(indices.cu_seqlens_q),
-                         .cu_seqlens_kv = view_of_indices(indices.cu_seqlens_kv),
-                         .seqused_kv = view_of_indices(indices.seqused_kv),
-                         .page_table = view_of_indices(indices.page_table)};
+  ForwardInputs in{.q = view_of(qkv.q),
+                   .k = view_of(qkv.k),
+                   .v = view_of(qkv.v),
+                   .cu_seqlens_q = view_of_indices(indices.cu_seqlens_q),
+                   .cu_seqlens_kv = view_of_indices(indices.cu_seqlens_kv),
+                   .seqused_kv = view_of_indices(indices.seqused_kv),
+                   .page_table = view_of_indices(indices.page_table)};
+  if (qkv.k_scale.data != nullptr) {
+    in.k_scale = view_of(qkv.k_scale);
+    in.v_scale = view_of(qkv.v_scale);
+  }
   const TensorView o_view = view_of(o.array);
   const bool wants_lse = has_backward || !flags.lse.empty();
   const LseView l_view = wants_lse ? lse_view(lse.array, o_view) : LseView{};
@@ -506,7 +512,8 @@ void add_run_flags(CLI::App& command, RunFlags& flags) {
             "f32, f16 or bf16: what is computed in; uint16 files are bf16 then (default: the "
             "files' own)");
   add_choice(command, "--device", flags.device, {"cpu", "cuda"}, "where to run");
-  add_pipeline(command, flags.pipeline, "unfused, half-fused or fused (default: the cheapest)");
+  add_pipeline(command, flags.pipeline,
+               "unfused, half-fused, fused or split-kv (default: the cheapest)");
   add_kernel(command, flags.kernel, "run this kernel (rafter kernels lists them)");
   add_length(command, "--threads", flags.threads, "threads (default: all cores)", {1, 4096});
   add_mask(command, flags.mask);
@@ -549,6 +556,8 @@ void add_run(CLI::App& app, Context& context) {
        "tensors q, k, v of one file, computed in bfloat16"},
       {"rafter run --q q.npy --k k.npy --v v.npy --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy",
        "and the gradients of q, k and v"},
+      {"rafter run --q q.npy --k k.npy --v v.npy --k-scale ks.npy --v-scale vs.npy --dtype bf16",
+       "a cache in int8, a factor for each of its rows"},
       {"rafter run --qkv tensors.safetensors --pipeline unfused --format json",
        "time one pipeline; nothing is written"},
   }));

@@ -286,8 +286,12 @@ Result<DType> dtype_of(const Claim& claim, Expect expect, const std::string& lab
       return DType::f16;
     }
     const bool words = descr == "<u2" || descr == "<V2" || descr == "|V2";
-    if (words && expect == Expect::values_bf16) {
+    if (words && (expect == Expect::values_bf16 || expect == Expect::cache_bf16)) {
       return DType::bf16;
+    }
+    const bool cache = expect == Expect::cache || expect == Expect::cache_bf16;
+    if (cache && (descr == "|i1" || descr == "<i1")) {
+      return DType::int8;
     }
   }
   const std::string given = claim.structured ? "structured dtype" : words_of(descr);

@@ -24,8 +24,11 @@ constexpr std::array kNames = {"q", "k", "v"};
   fail(Status::invalid_argument(tensor.label, std::move(given), std::move(allowed)));
 }
 
-Three read_three(const QkvFlags& flags, Expect expect) {
+Three read_three(const QkvFlags& flags, bool words_are_bf16) {
   Three three;
+  const Expect values = words_are_bf16 ? Expect::values_bf16 : Expect::values;
+  const Expect cache = words_are_bf16 ? Expect::cache_bf16 : Expect::cache;
+  const std::array expect = {values, cache, cache};
   const std::array<const std::string*, 3> files = {&flags.q, &flags.k, &flags.v};
   if (flags.qkv.empty()) {
     for (std::size_t i = 0; i < three.size(); ++i) {
@@ -33,7 +36,7 @@ Three read_three(const QkvFlags& flags, Expect expect) {
       if (files[i]->empty()) {
         fail_flag(flag, "nothing", fmt::format("{} FILE.npy, or --qkv FILE.safetensors,", flag));
       }
-      three[i] = {value_or_fail(read_npy(*files[i], expect, flag)),
+      three[i] = {value_or_fail(read_npy(*files[i], expect[i], flag)),
                   flag + " " + one_line(*files[i])};
     }
     return three;
@@ -47,7 +50,7 @@ Three read_three(const QkvFlags& flags, Expect expect) {
   const Safetensors file = value_or_fail(Safetensors::open(flags.qkv, "--qkv"));
   for (std::size_t i = 0; i < three.size(); ++i) {
     const std::string name = flags.prefix + kNames[i];
-    three[i] = {value_or_fail(file.read(name, expect)),
+    three[i] = {value_or_fail(file.read(name, expect[i])),
                 fmt::format("--qkv {} tensor {}", one_line(flags.qkv), one_line(name))};
   }
   return three;
@@ -55,6 +58,9 @@ Three read_three(const QkvFlags& flags, Expect expect) {
 
 void bring_to_one_dtype(Three& three, std::optional<DType> dtype) {
   for (Named& tensor : three) {
+    if (tensor.array.dtype == DType::int8) {
+      continue;
+    }
     if (dtype) {
       tensor.array = value_or_fail(convert(tensor.array, *dtype, tensor.label));
     } else if (tensor.array.dtype != three[0].array.dtype) {
@@ -113,6 +119,47 @@ void check_shapes(const Three& three, QkvShape shape) {
   }
 }
 
+/// The scales of k or v in int8, of its shape with a head_dim of 1 (which may be left out).
+Array read_scale(const std::string& path, const std::string& flag, const Named& of) {
+  Named scale{value_or_fail(read_npy(path, Expect::values, flag)), flag + " " + one_line(path)};
+  std::vector<std::int64_t> wanted = of.array.shape;
+  wanted.pop_back();
+  if (scale.array.shape == wanted) {
+    scale.array.shape.push_back(1);
+  }
+  wanted.push_back(1);
+  if (scale.array.dtype != DType::f32 || scale.array.shape != wanted) {
+    refuse(scale, fmt::format("{} {}", to_string(scale.array.dtype), shape_text(scale.array.shape)),
+           fmt::format("float32 {} as in {}", shape_text(wanted), of.label));
+  }
+  return scale.array;
+}
+
+/// Scales exactly where k and v are int8, both of them.
+void read_scales(const QkvFlags& flags, const Three& three, Qkv& qkv) {
+  const auto& [q, k, v] = three;
+  if (k.array.dtype != v.array.dtype) {
+    refuse(v, to_string(v.array.dtype),
+           fmt::format("{} as in {}", to_string(k.array.dtype), k.label));
+  }
+  const bool wanted = k.array.dtype == DType::int8;
+  const std::pair<const char*, const std::string*> files[] = {{"--k-scale", &flags.k_scale},
+                                                              {"--v-scale", &flags.v_scale}};
+  for (const auto& [flag, path] : files) {
+    if (wanted && path->empty()) {
+      fail_flag(flag, "nothing", "FILE.npy, a scale for each row of k and v in int8,");
+    }
+    if (!wanted && !path->empty()) {
+      fail_flag(flag, one_line(*path),
+                fmt::format("none (k and v are {}, without scales)", to_string(k.array.dtype)));
+    }
+  }
+  if (wanted) {
+    qkv.k_scale = read_scale(flags.k_scale, "--k-scale", k);
+    qkv.v_scale = read_scale(flags.v_scale, "--v-scale", v);
+  }
+}
+
 }  // namespace
 
 void add_qkv(CLI::App& command, QkvFlags& flags) {
@@ -124,6 +171,9 @@ void add_qkv(CLI::App& command, QkvFlags& flags) {
            "FILE.safetensors");
   add_text(command, "--qkv-prefix", flags.prefix,
            "what stands before q, k, v in the names of its tensors", "TEXT");
+  add_text(command, "--k-scale", flags.k_scale,
+           "float32 factor of each row of k in int8 [batch, seqlen, heads]", "FILE.npy");
+  add_text(command, "--v-scale", flags.v_scale, "the same of v", "FILE.npy");
 }
 
 Qkv read_qkv(const QkvFlags& flags, std::optional<DType> dtype, QkvShape shape) {
@@ -133,10 +183,12 @@ Qkv read_qkv(const QkvFlags& flags, std::optional<DType> dtype, QkvShape shape) 
   if (flags.qkv.empty() && !flags.prefix.empty()) {
     fail_flag("--qkv-prefix", "without --qkv", "only with --qkv");
   }
-  Three three = read_three(flags, dtype == DType::bf16 ? Expect::values_bf16 : Expect::values);
+  Three three = read_three(flags, dtype == DType::bf16);
   check_shapes(three, shape);
   bring_to_one_dtype(three, dtype);
-  return {three[0].array, three[1].array, three[2].array};
+  Qkv qkv{three[0].array, three[1].array, three[2].array};
+  read_scales(flags, three, qkv);
+  return qkv;
 }
 
 AttentionProblem dense_problem(const Qkv& qkv) {
@@ -149,6 +201,7 @@ AttentionProblem dense_problem(const Qkv& qkv) {
   problem.heads_kv = qkv.k.shape[2];
   problem.head_dim_v = qkv.v.shape[3];
   problem.dtype = qkv.q.dtype;
+  problem.kv_dtype = qkv.k.dtype;
   return problem;
 }
 

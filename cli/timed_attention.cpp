@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <random>
+#include <utility>
+
+#include "cli/quantise.h"
 
 namespace rafter::cli {
 namespace {
@@ -16,8 +20,53 @@ Result<Array> random_array(DType dtype, std::vector<std::int64_t> shape, unsigne
   std::mt19937 generator(seed);
   std::normal_distribution<float> normal;
   auto* values = reinterpret_cast<float*>(array->data.get());
-  std::generate(values, values + array->elements(), [&] { return normal(generator); });
-  return convert(*array, dtype, "random data");
+  // A cache of many gigabytes repeats itself: deviates are slow, and time does not see it.
+  constexpr std::int64_t kPeriod = (std::int64_t{1} << 22) + 17;
+  const std::int64_t count = array->elements();
+  const std::int64_t drawn = std::min(count, kPeriod);
+  std::generate(values, values + drawn, [&] { return normal(generator); });
+  for (std::int64_t i = drawn; i < count; ++i) {
+    values[i] = values[i - kPeriod];
+  }
+  return dtype == DType::int8 ? array : convert(*array, dtype, "random data");
+}
+
+// f32 [batch, seqlen, heads, head_dim] as int8 with a scale for each row.
+Status quantise(Array& values, Array& scales) {
+  std::vector<std::int64_t> shape = values.shape;
+  const std::int64_t dim = std::exchange(shape.back(), 1);
+  Result<Array> rows = allocate_array(DType::int8, values.shape, "random data");
+  Result<Array> factors = allocate_array(DType::f32, shape, "random data");
+  for (const Result<Array>* array : {&rows, &factors}) {
+    if (!*array) {
+      return array->status();
+    }
+  }
+  const auto* const from = reinterpret_cast<const float*>(values.data.get());
+  auto* const to = reinterpret_cast<std::int8_t*>(rows->data.get());
+  auto* const factor = reinterpret_cast<float*>(factors->data.get());
+  for (std::int64_t row = 0; row < factors->elements(); ++row) {
+    factor[row] = int8_scale({from + row * dim, static_cast<std::size_t>(dim)});
+    for (std::int64_t d = 0; d < dim; ++d) {
+      to[row * dim + d] = to_int8(from[row * dim + d], factor[row]);
+    }
+  }
+  values = *rows;
+  scales = *factors;
+  return Status::ok();
+}
+
+// Pages of the batch in an order that no walk through memory follows.
+Result<Array> shuffled_pages(const AttentionProblem& p) {
+  const std::int64_t columns = (p.seqlen_kv + p.page_size - 1) / p.page_size;
+  Result<Array> table = allocate_array(DType::i32, {p.batch, columns}, "page table");
+  if (!table) {
+    return table;
+  }
+  auto* const pages = reinterpret_cast<std::int32_t*>(table->data.get());
+  std::iota(pages, pages + table->elements(), 0);
+  std::shuffle(pages, pages + table->elements(), std::mt19937(4));
+  return table;
 }
 
 LseView lse_view(const Array& lse, const AttentionProblem& p) {
@@ -48,14 +97,33 @@ Result<Qkv> random_data(const AttentionProblem& p) {
   const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
   const std::int64_t head_dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
   Result<Array> q = random_array(p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, 1);
-  Result<Array> k = random_array(p.dtype, {p.batch, p.seqlen_kv, heads_kv, p.head_dim}, 2);
-  Result<Array> v = random_array(p.dtype, {p.batch, p.seqlen_kv, heads_kv, head_dim_v}, 3);
+  const bool paged = p.layout == Layout::paged;
+  const std::int64_t batch_kv = paged ? p.num_pages : p.batch;
+  const std::int64_t rows_kv = paged ? p.page_size : p.seqlen_kv;
+  const DType kv = p.kv_dtype.value_or(p.dtype);
+  Result<Array> k = random_array(kv, {batch_kv, rows_kv, heads_kv, p.head_dim}, 2);
+  Result<Array> v = random_array(kv, {batch_kv, rows_kv, heads_kv, head_dim_v}, 3);
   for (const Result<Array>* array : {&q, &k, &v}) {
     if (!*array) {
       return array->status();
     }
   }
-  return Qkv{*q, *k, *v};
+  Qkv data{*q, *k, *v};
+  if (kv == DType::int8) {
+    for (const Status& status : {quantise(data.k, data.k_scale), quantise(data.v, data.v_scale)}) {
+      if (!status) {
+        return status;
+      }
+    }
+  }
+  if (paged) {
+    Result<Array> table = shuffled_pages(p);
+    if (!table) {
+      return table.status();
+    }
+    data.page_table = *table;
+  }
+  return data;
 }
 
 Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_kv,
@@ -136,8 +204,15 @@ Status PreparedAttention::run() const {
   const LseView lse = lse_view(lse_, plan_->problem());
   const Workspace lent{workspace_.data.get(), workspace_.bytes()};
   if (plan_->pass() == Pass::forward) {
-    return plan_->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
-                          {view_of(o_), lse}, lent);
+    ForwardInputs in{view_of(data_.q), view_of(data_.k), view_of(data_.v)};
+    if (data_.k_scale.data != nullptr) {
+      in.k_scale = view_of(data_.k_scale);
+      in.v_scale = view_of(data_.v_scale);
+    }
+    if (const Array& table = data_.page_table; table.data != nullptr) {
+      in.page_table = {table.data.get(), table.dtype, table.elements(), table.shape[1]};
+    }
+    return plan_->forward(in, {view_of(o_), lse}, lent);
   }
   return plan_->backward({.q = view_of(data_.q),
                           .k = view_of(data_.k),
@@ -152,8 +227,8 @@ Result<Array> PreparedAttention::output() const { return convert(o_, DType::f32,
 
 double PreparedAttention::working_set_bytes() const {
   std::int64_t bytes = 0;
-  for (const Array* array :
-       {&data_.q, &data_.k, &data_.v, &o_, &lse_, &workspace_, &d_o_, &dq_, &dk_, &dv_}) {
+  for (const Array* array : {&data_.q, &data_.k, &data_.v, &data_.k_scale, &data_.v_scale,
+                             &data_.page_table, &o_, &lse_, &workspace_, &d_o_, &dq_, &dk_, &dv_}) {
     bytes += array->data != nullptr ? array->bytes() : 0;
   }
   return static_cast<double>(bytes);
@@ -231,10 +306,13 @@ double declared_bytes(const AttentionProblem& p, Pass pass) {
   const double rows = static_cast<double>(p.batch * p.seqlen_q * p.heads_q);
   const double keys = static_cast<double>(p.batch * p.seqlen_kv * p.heads_kv);
   const double dims = static_cast<double>(p.head_dim + p.head_dim_v);
-  const double tensors = (rows + keys) * dims;
+  const DType kv = p.kv_dtype.value_or(p.dtype);
+  const double scales = kv == DType::int8 ? 2.0 * 4 : 0;
   const double more =
-      pass == Pass::backward ? tensors + rows * static_cast<double>(p.head_dim_v) : 0;
-  return (tensors + more) * bytes_of(p.dtype) + 4 * rows;
+      pass == Pass::backward
+          ? ((rows + keys) * dims + rows * static_cast<double>(p.head_dim_v)) * bytes_of(p.dtype)
+          : 0;
+  return rows * (dims * bytes_of(p.dtype) + 4) + keys * (dims * bytes_of(kv) + scales) + more;
 }
 
 Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec) {
@@ -281,9 +359,13 @@ void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed,
   same.kernel = result.kernel;  // the same code, whatever the chooser would take for that shape
   AttentionProblem twice = timed.problem;
   twice.batch *= 2;
-  prepared.twice = add_case(
-      cases, twice, same,
-      excerpt(timed.data, timed.problem.seqlen_q, timed.problem.seqlen_kv, 2, timed.problem.dtype));
+  twice.num_pages *= 2;
+  const bool plain = timed.problem.layout == Layout::dense &&
+                     timed.problem.kv_dtype.value_or(timed.problem.dtype) == timed.problem.dtype;
+  prepared.twice = add_case(cases, twice, same,
+                            plain ? excerpt(timed.data, timed.problem.seqlen_q,
+                                            timed.problem.seqlen_kv, 2, timed.problem.dtype)
+                                  : random_data(twice));
   if (const std::optional<AddedFlops> added =
           added_flops(timed.problem, result.pipeline, timed.options.pass)) {
     prepared.more = add_case(cases, added->problem, same, random_data(added->problem));

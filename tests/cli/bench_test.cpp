@@ -130,6 +130,27 @@ TEST(BenchCommand, BackwardRowsCompareWithTheForward) {
   EXPECT_EQ(backward.at(0).at("kernel").get<std::string>().rfind("backward_", 0), 0U);
 }
 
+TEST(BenchCommand, DecodeRowsReadTheCacheOnce) {
+  const TemporaryFolder folder;
+  const auto document =
+      run_json({"bench",   "decode",     "--seqlen-kv", "1030",       "--heads-q",
+                "4",       "--heads-kv", "2",           "--head-dim", "32",
+                "--batch", "1,2",        "--kv-dtype",  "bf16,int8",  "--page-size",
+                "0,16",    "--time",     "0.001",       "--device",   device_file(folder)});
+  const auto& rows = document.at("benchmarks");
+  ASSERT_EQ(rows.size(), 8U);
+  for (const auto& row : rows) {
+    const auto& shape = row.at("case");
+    EXPECT_EQ(row.at("pipeline"), "split-kv");
+    // A row of K and one of V for each token and KV head; int8 has a factor of 4 bytes for each.
+    const bool int8 = shape.at("kv_dtype") == "int8";
+    const double keys = shape.at("batch").get<double>() * 2 * 1030;
+    EXPECT_DOUBLE_EQ(row.at("kv_bytes").get<double>(), keys * 2 * (int8 ? 32 + 4 : 64));
+    EXPECT_NEAR(row.at("tokens_per_s").get<double>() * row.at("time_s").get<double>(),
+                shape.at("batch").get<double>(), 1e-6);
+  }
+}
+
 TEST(BenchCommand, GemmRowsCountTwoMnk) {
   const TemporaryFolder folder;
   const auto document = run_json({"bench", "gemm", "--m", "64", "--n", "48", "--k", "32", "--time",
@@ -141,7 +162,7 @@ TEST(BenchCommand, GemmRowsCountTwoMnk) {
 }
 
 TEST(BenchCommand, RefusesByName) {
-  for (const char* verb : {"decode", "model"}) {
+  for (const char* verb : {"model"}) {
     expect_refused({"bench", verb}, {verb, "attention"});
     expect_refused({"bench", verb, "--seqlen", "512"}, {verb, "attention"});
   }
@@ -153,6 +174,8 @@ TEST(BenchCommand, RefusesByName) {
   expect_refused({"bench", "attention", "--device", "h100-sxm"}, {"--device"});
   expect_refused({"bench", "attention", "--kernel", "fused", "--pipeline", "fused"}, {"--kernel"});
   expect_refused({"bench", "attention", "--threshold", "2"}, {"--threshold"});
+  expect_refused({"bench", "decode", "--kv-dtype", "e4m3"}, {"--kv-dtype", "int8"});
+  expect_refused({"bench", "decode", "--seqlen-kv", "0"}, {"--seqlen-kv"});
 }
 
 }  // namespace

@@ -421,5 +421,55 @@ TEST_F(Run, OutputThroughALinkKeepsTheLink) {
   EXPECT_TRUE(std::filesystem::is_symlink(path("o.npy")));
 }
 
+TEST(RunCommand, ReadsACacheInInt8WithItsScales) {
+  using Arguments = std::vector<std::string>;
+  const TemporaryFolder folder;
+  const Shape q_shape{1, 1, 4, 8}, k_shape{1, 70, 2, 8}, scale_shape{1, 70, 2};
+  const std::vector<float> q = some_values(32, 1);
+  std::vector<float> k, v, k_scale, v_scale;
+  std::vector<std::int8_t> k8, v8;
+  for (int i = 0; i < 140 * 8; ++i) {
+    k8.push_back(static_cast<std::int8_t>(i * 37 % 255 - 127));
+    v8.push_back(static_cast<std::int8_t>(i * 91 % 255 - 127));
+  }
+  for (int row = 0; row < 140; ++row) {
+    k_scale.push_back(static_cast<float>(1 + row % 3) / 128);
+    v_scale.push_back(static_cast<float>(1 + row % 5) / 128);
+    for (int d = 0; d < 8; ++d) {
+      k.push_back(k_scale.back() * static_cast<float>(k8[static_cast<std::size_t>(row * 8 + d)]));
+      v.push_back(v_scale.back() * static_cast<float>(v8[static_cast<std::size_t>(row * 8 + d)]));
+    }
+  }
+  write_f32(folder / "q.npy", q_shape, q);
+  write_array(folder / "k.npy", "|i1", k_shape, k8);
+  write_array(folder / "v.npy", "|i1", k_shape, v8);
+  write_f32(folder / "ks.npy", scale_shape, k_scale);
+  write_f32(folder / "vs.npy", scale_shape, v_scale);
+  const Arguments files{"run", "--q",           folder / "q.npy", "--k", folder / "k.npy",
+                        "--v", folder / "v.npy"};
+  const auto with = [&](Arguments more) {
+    Arguments all = files;
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  const auto json = run_json(with(
+      {"--k-scale", folder / "ks.npy", "--v-scale", folder / "vs.npy", "--out", folder / "o.npy"}));
+  EXPECT_EQ(json.at("problem").at("kv_dtype"), "int8");
+  const std::vector<double> wanted =
+      oracle(q_shape, q, k_shape, k, v, 8, 1 / std::sqrt(8.0), [](auto, auto) { return true; });
+  const FloatArray o = read_f32(folder / "o.npy");
+  ASSERT_EQ(o.values.size(), wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT_NEAR(static_cast<double>(o.values[i]), wanted[i], 2e-6);
+  }
+  expect_refused(files, {"--k-scale", "int8"});
+  expect_refused(with({"--k-scale", folder / "ks.npy"}), {"--v-scale", "int8"});
+  expect_refused(with({"--k-scale", folder / "ks.npy", "--v-scale", folder / "q.npy"}),
+                 {"--v-scale", "[1, 70, 2, 1]"});
+  expect_refused({"run", "--q", folder / "q.npy", "--k", folder / "q.npy", "--v", folder / "q.npy",
+                  "--k-scale", folder / "ks.npy"},
+                 {"--k-scale", "none"});
+}
+
 }  // namespace
 }  // namespace rafter::test
