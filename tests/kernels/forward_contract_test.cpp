@@ -76,7 +76,7 @@ TEST_P(ForwardContract, ARowThatSeesNoKeyIsZeroWithMinusInfinityLse) {
                           {Mask::window(32, 64), 129, 64, 1},
                           {Mask::window(0, 0, MaskAlign::top_left), 40, 25, 15}};
   for (const Shape& shape : shapes) {
-    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const DType dtype : taken({DType::f32, DType::bf16, DType::f16})) {
       Case c{.problem = {.heads_q = 2, .head_dim = 32, .dtype = dtype, .mask = shape.mask}};
       c.lengths({shape.rows}, {shape.keys});
       EXPECT_EQ(empty_rows(shape.mask, shape.rows, shape.keys), shape.empty);
@@ -101,7 +101,7 @@ TEST_P(ForwardContract, ARowThatSeesNoKeyIsZeroWithMinusInfinityLse) {
 // the same bits.
 TEST_P(ForwardContract, WhatLiesOutsideTheValidRegionChangesNoBit) {
   for (const Layout layout : {Layout::dense, Layout::packed, Layout::paged}) {
-    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const DType dtype : taken({DType::f32, DType::bf16, DType::f16})) {
       Case c = ragged(layout, dtype);
       c.style = Style::gaps;
       if (!refusal_of(c, kernel()).empty()) {
@@ -119,7 +119,7 @@ TEST_P(ForwardContract, WhatLiesOutsideTheValidRegionChangesNoBit) {
 
 // Keys that no row of the sequence sees may hold anything.
 TEST_P(ForwardContract, KeysThatNoRowSeesChangeNoBit) {
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : taken({DType::f32, DType::bf16})) {
     Case c{.problem = {.heads_q = 2,
                        .head_dim = 24,
                        .dtype = dtype,
@@ -139,7 +139,7 @@ TEST_P(ForwardContract, KeysThatNoRowSeesChangeNoBit) {
 // mask do not see it; those after it do, and must say so.
 TEST_P(ForwardContract, ANaNKeyReachesExactlyTheRowsThatSeeIt) {
   constexpr std::int64_t kPoisoned = 90;
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : taken({DType::f32, DType::bf16})) {
     for (const bool in_v : {false, true}) {
       Case c{.problem = {.head_dim = 24, .dtype = dtype, .mask = Mask::causal()}};
       c.lengths({150}, {150});
@@ -167,7 +167,7 @@ TEST_P(ForwardContract, ANaNKeyReachesExactlyTheRowsThatSeeIt) {
 
 // N20: a NaN in q makes its row NaN and no other; it is never turned into zeros.
 TEST_P(ForwardContract, ANaNQueryStaysInItsRow) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+  for (const DType dtype : taken({DType::f32, DType::bf16, DType::f16})) {
     for (const float poison : {kNaN, kInfinity}) {
       Case c{.problem = {.heads_q = 2, .head_dim = 16, .dtype = dtype}};
       c.lengths({40}, {75});
@@ -205,11 +205,17 @@ TEST_P(ForwardContract, RepeatsGiveTheSameBits) {
 // D6: the number of threads changes no bit.
 TEST_P(ForwardContract, ThreadsChangeNoBit) {
   // Tasks of a large group end at keys that are no multiple of a register block.
-  const Case large_group =
-      Case{.problem = {.heads_q = 71, .heads_kv = 1, .head_dim = 64, .mask = Mask::causal()}}
-          .lengths({67, 67}, {300, 300});
+  const Case large_group = Case{.problem = {.heads_q = 71,
+                                            .heads_kv = 1,
+                                            .head_dim = 64,
+                                            .dtype = any_dtype(),
+                                            .mask = Mask::causal()}}
+                               .lengths({67, 67}, {300, 300});
   for (const Case& c :
        {ragged(Layout::packed, DType::f32), ragged(Layout::packed, DType::bf16), large_group}) {
+    if (!refusal_of(c, kernel()).empty()) {
+      continue;
+    }
     const Values values = make_values(c);
     RunOptions run = options();
     run.threads = 1;
@@ -224,7 +230,7 @@ TEST_P(ForwardContract, ThreadsChangeNoBit) {
 // D4, I8: a sequence alone, among one other, among many of random lengths, packed, padded and
 // paged: the same bits.
 TEST_P(ForwardContract, NeighboursAndLayoutChangeNoBit) {
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : taken({DType::f32, DType::bf16})) {
     Case alone{.problem = {.heads_q = 4,
                            .heads_kv = 2,
                            .head_dim = 40,
@@ -275,7 +281,7 @@ TEST_P(ForwardContract, NeighboursAndLayoutChangeNoBit) {
 
 // I8: many keys, few queries: sequence b of a batch equals the sequence alone.
 TEST_P(ForwardContract, LongKeysInABatchEqualTheSequenceAlone) {
-  Case batch{.problem = {.head_dim = 8}};
+  Case batch{.problem = {.head_dim = 8, .dtype = any_dtype()}};
   batch.lengths({3, 3, 3}, {350000, 350000, 350000});
   const Values values = make_values(batch);
   const Output output = run_case(batch, values, options());
@@ -289,7 +295,7 @@ TEST_P(ForwardContract, LongKeysInABatchEqualTheSequenceAlone) {
 
 // I17: the same values through any strides give the same bits.
 TEST_P(ForwardContract, StridesChangeNoBit) {
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : taken({DType::f32, DType::bf16})) {
     Case c{.problem = {.heads_q = 4,
                        .heads_kv = 2,
                        .head_dim = 40,
@@ -310,7 +316,7 @@ TEST_P(ForwardContract, StridesChangeNoBit) {
 
 // I18: a head_dim stride of 2 gives the exact result or a clear error, never a wrong result.
 TEST_P(ForwardContract, HeadDimStrideIsHonouredOrRefused) {
-  Case c{.problem = {.heads_q = 2, .head_dim = 20, .mask = Mask::causal()}};
+  Case c{.problem = {.heads_q = 2, .head_dim = 20, .dtype = any_dtype(), .mask = Mask::causal()}};
   c.lengths({40}, {50});
   const Values values = make_values(c);
   const Output reference = run_case(c, values, options());
@@ -346,7 +352,7 @@ TEST_P(ForwardContract, WideWindowsAreCausalToTheBit) {
 
 // Without lse the output is the same, and nothing is written where it would be.
 TEST_P(ForwardContract, LseIsOptional) {
-  Case c{.problem = {.head_dim = 16}};
+  Case c{.problem = {.head_dim = 16, .dtype = any_dtype()}};
   c.lengths({20}, {30});
   const Values values = make_values(c);
   Output with = run_case(c, values, options());

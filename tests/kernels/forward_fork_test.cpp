@@ -12,7 +12,8 @@ namespace {
 class ForwardFork : public EveryKernelTest {};
 
 TEST_P(ForwardFork, TheChildComputesTheSameBits) {
-  const Case c = Case{.problem = {.heads_q = 4, .head_dim = 64}}.lengths({192}, {192});
+  const Case c =
+      Case{.problem = {.heads_q = 4, .head_dim = 64, .dtype = any_dtype()}}.lengths({192}, {192});
   const Values values = make_values(c);
   RunOptions run = options();
   run.threads = 4;

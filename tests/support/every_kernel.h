@@ -3,8 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
+#include <vector>
 
+#include "rafter/kernels.h"
 #include "support/attention_case.h"
 
 namespace rafter::testing {
@@ -14,6 +18,21 @@ class EveryKernelTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::string kernel() const { return GetParam(); }
   RunOptions options() const { return {.kernel = kernel()}; }
+  /// Of these dtypes, those that the kernel is for; never none of f32 and bf16.
+  std::vector<DType> taken(std::initializer_list<DType> dtypes) const {
+    std::vector<DType> out;
+    for (const KernelInfo& info : list_kernels()) {
+      for (const DType dtype : dtypes) {
+        if (info.name == kernel() &&
+            std::find(info.dtypes.begin(), info.dtypes.end(), dtype) != info.dtypes.end()) {
+          out.push_back(dtype);
+        }
+      }
+    }
+    return out;
+  }
+  /// f32, or bf16 where the kernel is not for f32.
+  DType any_dtype() const { return taken({DType::f32, DType::bf16}).at(0); }
 };
 
 inline std::string kernel_test_name(const ::testing::TestParamInfo<std::string>& info) {
