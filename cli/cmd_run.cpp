@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <optional>
 
@@ -38,6 +39,21 @@ struct RunFlags {
   /// The flags that name files to write, and where to.
   std::vector<std::pair<const char*, const std::string*>> outputs() const {
     return {{"--out", &out}, {"--lse", &lse}, {"--dq", &dq}, {"--dk", &dk}, {"--dv", &dv}};
+  }
+  /// Those that name files to read.
+  std::vector<std::pair<const char*, const std::string*>> inputs() const {
+    return {{"--q", &qkv.q},
+            {"--k", &qkv.k},
+            {"--v", &qkv.v},
+            {"--qkv", &qkv.qkv},
+            {"--k-scale", &qkv.k_scale},
+            {"--v-scale", &qkv.v_scale},
+            {"--dout", &dout},
+            {"--dlse", &dlse},
+            {"--cu-seqlens-q", &cu_seqlens_q},
+            {"--cu-seqlens-kv", &cu_seqlens_kv},
+            {"--seqused-kv", &seqused_kv},
+            {"--page-table", &page_table}};
   }
 };
 
@@ -166,7 +182,13 @@ void refuse_cuda() {
   fail(Exit::no_hardware, "--device cuda", reason);
 }
 
-/// Refusals that need no file.
+/// The same path, or another way to the same file.
+bool same_file(const std::string& a, const std::string& b) {
+  std::error_code none;
+  return !a.empty() && (a == b || std::filesystem::equivalent(a, b, none));
+}
+
+/// Refusals that need no file's contents.
 void check_flags(const RunFlags& flags) {
   for (const auto& [flag, path] : {std::pair("--dlse", &flags.dlse), std::pair("--dq", &flags.dq),
                                    std::pair("--dk", &flags.dk), std::pair("--dv", &flags.dv)}) {
@@ -185,8 +207,13 @@ void check_flags(const RunFlags& flags) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const auto& [flag, path] = outputs[i];
     for (std::size_t j = 0; j < i && !path->empty(); ++j) {
-      if (*path == *outputs[j].second) {
+      if (same_file(*path, *outputs[j].second)) {
         fail_flag(flag, *path, fmt::format("another file than that of {}", outputs[j].first));
+      }
+    }
+    for (const auto& [input, read] : flags.inputs()) {
+      if (same_file(*path, *read)) {
+        fail_flag(flag, *path, fmt::format("another file than that of {}", input));
       }
     }
     if (path->ends_with(".safetensors")) {

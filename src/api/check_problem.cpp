@@ -178,6 +178,12 @@ Status check_pass(const AttentionProblem& problem, Pass pass) {
     return Status::unsupported("layout", "paged with pass = backward",
                                "dense or packed (pages may be shared; a gradient cannot be)");
   }
+  const DType kv_dtype = problem.kv_dtype.value_or(problem.dtype);
+  if (pass == Pass::backward && kv_dtype != problem.dtype) {
+    return Status::unsupported("kv_dtype",
+                               std::string(to_string(kv_dtype)) + " with pass = backward",
+                               std::string("only ") + to_string(problem.dtype) + ", as q");
+  }
   return Status::ok();
 }
 

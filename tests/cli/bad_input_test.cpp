@@ -156,6 +156,8 @@ TEST_F(BadInput, MissingAndContradictoryInputs) {
   refused({"--qkv", "x.safetensors"}, {"--q", "together with --qkv"});
   refused({"--qkv-prefix", "layer0."}, {"--qkv-prefix", "only with --qkv"});
   refused({"--lse", path("o.npy")}, {"--lse", "another file than that of --out"});
+  refused({"--lse", path("k.npy")}, {"--lse", "another file than that of --k"});
+  refused({"--lse", path("./v.npy")}, {"--lse", "another file than that of --v"});
   refused({"--cu-seqlens-q", path("q.npy")}, {"--cu-seqlens-kv", "together"});
   refused({"--cu-seqlens-kv", path("q.npy")}, {"--cu-seqlens-q", "together"});
   refused({"--causal", "--window", "3", "5"}, {"--causal", "--window"});

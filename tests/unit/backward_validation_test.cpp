@@ -102,6 +102,8 @@ const Refusal kRefusals[] = {
      },
      "layout: paged with pass = backward is not supported: dense or packed (pages may be shared; a "
      "gradient cannot be)"},
+    {"int8_keys", [](Call& c) { c.problem.kv_dtype = DType::int8; },
+     "kv_dtype: int8 with pass = backward is not supported: only f32, as q"},
     {"forward_kernel", [](Call& c) { c.options.kernel = "forward_reference"; }, nullptr},
     {"half_fused", [](Call& c) { c.options.pipeline = Pipeline::half_fused; }, nullptr},
     {"splits", [](Call& c) { c.options.splits = 2; }, nullptr},
