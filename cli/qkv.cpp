@@ -201,7 +201,9 @@ AttentionProblem dense_problem(const Qkv& qkv) {
   problem.heads_kv = qkv.k.shape[2];
   problem.head_dim_v = qkv.v.shape[3];
   problem.dtype = qkv.q.dtype;
-  problem.kv_dtype = qkv.k.dtype;
+  if (qkv.k.dtype != qkv.q.dtype) {
+    problem.kv_dtype = qkv.k.dtype;  // else it follows dtype, which callers may change
+  }
   return problem;
 }
 

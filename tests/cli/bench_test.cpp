@@ -132,11 +132,17 @@ TEST(BenchCommand, BackwardRowsCompareWithTheForward) {
 
 TEST(BenchCommand, DecodeRowsReadTheCacheOnce) {
   const TemporaryFolder folder;
-  const auto document =
-      run_json({"bench",   "decode",     "--seqlen-kv", "1030",       "--heads-q",
-                "4",       "--heads-kv", "2",           "--head-dim", "32",
-                "--batch", "1,2",        "--kv-dtype",  "bf16,int8",  "--page-size",
-                "0,16",    "--time",     "0.001",       "--device",   device_file(folder)});
+  const auto document = run_json({"bench",       "decode",
+                                  "--seqlen-kv", "1030",
+                                  "--heads-q",   "4",
+                                  "--heads-kv",  "2",
+                                  "--head-dim",  "32",
+                                  "--batch",     "1,2",
+                                  "--kv-dtype",  "f32,int8",
+                                  "--dtype",     "f32",
+                                  "--page-size", "0,16",
+                                  "--time",      "0.001",
+                                  "--device",    device_file(folder)});
   const auto& rows = document.at("benchmarks");
   ASSERT_EQ(rows.size(), 8U);
   for (const auto& row : rows) {
@@ -145,7 +151,7 @@ TEST(BenchCommand, DecodeRowsReadTheCacheOnce) {
     // A row of K and one of V for each token and KV head; int8 has a factor of 4 bytes for each.
     const bool int8 = shape.at("kv_dtype") == "int8";
     const double keys = shape.at("batch").get<double>() * 2 * 1030;
-    EXPECT_DOUBLE_EQ(row.at("kv_bytes").get<double>(), keys * 2 * (int8 ? 32 + 4 : 64));
+    EXPECT_DOUBLE_EQ(row.at("kv_bytes").get<double>(), keys * 2 * (int8 ? 32 + 4 : 4 * 32));
     EXPECT_NEAR(row.at("tokens_per_s").get<double>() * row.at("time_s").get<double>(),
                 shape.at("batch").get<double>(), 1e-6);
   }

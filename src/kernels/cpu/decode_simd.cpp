@@ -165,8 +165,9 @@ Acceptance accepts(const KernelProblem& problem, std::int64_t lanes) {
   return Acceptance::accept();
 }
 
-/// 60% of these vectors' f32 rate, of which rows that only fill a register block are lost; 85% of
-/// the bandwidth of main memory.
+/// Assumed, not measured on an idle machine: 60% of these vectors' f32 rate, of which rows that
+/// only fill a register block are lost, and 85% of the bandwidth of main memory. On a busy machine
+/// it reached 26% in the cache (docs/kernels/decode_simd.md).
 Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
                const tiles::SimdBlocking& blocking) {
   const AttentionProblem& p = problem.attention;
