@@ -258,7 +258,11 @@ ERRORS = [
     (lambda: rafter.plan(seqlen_q="x"), ValueError, "seqlen_q: 'x' given; an integer"),
     (lambda: rafter.plan(seqlen_q=4, head_dim=300), ValueError, "head_dim: 300 given; 1 to 256"),
     (lambda: rafter.plan(seqlen_q=4, dtype="int4"), NotImplementedError, "forward_"),
-    (lambda: rafter.attention(Q, K, V, pipeline="split-kv"), NotImplementedError, "split-kv"),
+    (
+        lambda: rafter.attention(Q, K, V, pipeline="split-kv", kernel="forward_reference"),
+        ValueError,
+        "split-kv",
+    ),
 ]
 
 
