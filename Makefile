@@ -6,6 +6,7 @@
 #   make python  the Python package in build/python, for .cache/venv/bin/python
 #   make install PREFIX=DIR   the tool, the library, its headers and CMake package
 BUILD := build
+JOBS := $(shell nproc)
 PREFIX := /usr/local
 QKV := $(firstword $(wildcard tests/data/*_qkv.safetensors))
 LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
@@ -20,11 +21,11 @@ run: build
 
 build:
 	$(CONFIGURE)
-	cmake --build $(BUILD) --target rafter_tool
+	cmake --build $(BUILD) --parallel $(JOBS) --target rafter_tool
 
 test:
 	$(CONFIGURE)
-	cmake --build $(BUILD)
+	cmake --build $(BUILD) --parallel $(JOBS)
 	tools/run_tests $(BUILD) --summary $(BUILD)/test_totals.json
 
 bench: build
@@ -34,11 +35,11 @@ python:
 	tools/install_packages.sh python
 	cmake --preset default -B $(BUILD) $(LAUNCHER) --log-level=WARNING -DRAFTER_PYTHON=ON \
 	  -DPython_EXECUTABLE=$(CURDIR)/.cache/venv/bin/python
-	cmake --build $(BUILD) --target rafter_python_stub
+	cmake --build $(BUILD) --parallel $(JOBS) --target rafter_python_stub
 
 install:
 	$(CONFIGURE)
-	cmake --build $(BUILD) --target rafter rafter_tool
+	cmake --build $(BUILD) --parallel $(JOBS) --target rafter rafter_tool
 	cmake --install $(BUILD) --prefix $(PREFIX)
 
 clean:
