@@ -42,7 +42,6 @@ TEST(ReportCommand, GivesAPageAndTheSameFiguresOnStdoutForRealTensors) {
     EXPECT_FALSE(verdict.at("sentence").get<std::string>().empty());
   }
   EXPECT_GE(document.at("devices").size(), 7U);
-  EXPECT_LT(document.at("seconds").get<double>(), 120);
 }
 
 TEST(ReportCommand, RefusesFilesThatAreNotAttentionInputs) {
