@@ -109,7 +109,10 @@ inline FloatArray read_f32(const std::filesystem::path& path) {
   std::copy(std::istream_iterator<std::int64_t>(stream), {}, std::back_inserter(array.shape));
   array.values.resize(static_cast<std::size_t>(elements_of(array.shape)));
   EXPECT_EQ(bytes.size(), 10 + length + array.values.size() * sizeof(float)) << path;
-  std::memcpy(array.values.data(), bytes.data() + 10 + length, array.values.size() * sizeof(float));
+  if (!array.values.empty()) {  // memcpy takes no null pointer
+    std::memcpy(array.values.data(), bytes.data() + 10 + length,
+                array.values.size() * sizeof(float));
+  }
   return array;
 }
 
