@@ -15,6 +15,7 @@
 #include "kernels/cpu/forward_simd_math-inl.h"
 #include "kernels/cpu/forward_simd_task.h"
 #include "kernels/cpu/forward_tasks.h"
+#include "kernels/cpu/simd_products-inl.h"
 
 #if defined(__clang__)
 #define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
@@ -27,13 +28,6 @@ namespace rafter::forward_simd {
 namespace HWY_NAMESPACE {
 namespace {
 
-constexpr int kRows = static_cast<int>(kBlocking.rows);
-
-// Register blocks of one vector of queries take twice the rows where that is still within
-// registers, so that enough additions are in flight.
-template <int kVectors>
-constexpr int kBlocksAtOnce = kVectors == 1 && kRows < 8 ? 2 : 1;
-
 /// Sᵀ[kRows · kBlocks][queries] = K · Qᵀ, and `top` the maximum with what it held.
 template <int kBlocks, int kVectors>
 HWY_INLINE void scores_block(const float* HWY_RESTRICT k, std::int64_t k_stride,
@@ -42,30 +36,7 @@ HWY_INLINE void scores_block(const float* HWY_RESTRICT k, std::int64_t k_stride,
   constexpr int kCount = kRows * kBlocks;
   const D d;
   V sum[kCount][kVectors];
-  const float* row[kCount];
-  RAFTER_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    row[i] = k + i * k_stride;
-    RAFTER_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      sum[i][v] = hn::Zero(d);
-    }
-  }
-  for (std::int64_t c = 0; c < head_dim; ++c) {
-    V queries[kVectors];
-    RAFTER_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      queries[v] = hn::Load(d, q + (c * kVectors + v) * kLanes);
-    }
-    RAFTER_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const V key = hn::Set(d, row[i][c]);
-      RAFTER_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        sum[i][v] = hn::MulAdd(key, queries[v], sum[i][v]);
-      }
-    }
-  }
+  dot_block<kCount, kVectors>(k, k_stride, q, head_dim, sum);
   RAFTER_UNROLL
   for (int i = 0; i < kCount; ++i) {
     RAFTER_UNROLL
@@ -84,48 +55,8 @@ HWY_INLINE void values_block(const float* HWY_RESTRICT v_block, std::int64_t v_s
                              const float* HWY_RESTRICT alpha,
                              const std::int32_t* HWY_RESTRICT visible, float* HWY_RESTRICT o) {
   const D d;
-  const DI di;
   V sum[kBlocks][kRows][kVectors];
-  RAFTER_UNROLL
-  for (int b = 0; b < kBlocks; ++b) {
-    RAFTER_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      RAFTER_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        sum[b][i][v] = hn::Zero(d);
-      }
-    }
-  }
-  for (std::int64_t key = 0; key < keys; ++key) {
-    V weights[kVectors];
-    hn::Mask<D> sees[kVectors];
-    RAFTER_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      weights[v] = hn::Load(d, p + (key * kVectors + v) * kLanes);
-      if constexpr (kMasked) {
-        const auto index = hn::Set(di, static_cast<std::int32_t>(key));
-        const auto first = hn::Load(di, visible + v * kLanes);
-        const auto last = hn::Load(di, visible + (kVectors + v) * kLanes);
-        sees[v] = hn::RebindMask(d, hn::And(hn::Gt(last, index), hn::Not(hn::Gt(first, index))));
-      }
-    }
-    RAFTER_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      RAFTER_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        const V value = hn::Set(d, v_block[b * v_stride + key * kRows + i]);
-        RAFTER_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-          const V next = hn::MulAdd(value, weights[v], sum[b][i][v]);
-          if constexpr (kMasked) {
-            sum[b][i][v] = hn::IfThenElse(sees[v], next, sum[b][i][v]);
-          } else {
-            sum[b][i][v] = next;
-          }
-        }
-      }
-    }
-  }
+  sum_block<kBlocks, kVectors, kMasked>(v_block, v_stride, kRows, p, 0, keys, visible, sum);
   RAFTER_UNROLL
   for (int b = 0; b < kBlocks; ++b) {
     RAFTER_UNROLL
@@ -281,8 +212,6 @@ void pack_queries(const TensorView& q, const cpu::Lanes& lanes, std::int64_t fir
                   std::int64_t width, const tiles::SimdLayout& layout, float scale,
                   float* HWY_RESTRICT rows, float* HWY_RESTRICT out) {
   const D d;
-  const D4 d4;
-  const V factor = hn::Set(d, scale);
   const std::int64_t used = std::min(width, tiles::round_up(lanes.count - first_lane, 4));
   if (used < width) {
     std::fill_n(out, layout.depth * width, 0.0f);
@@ -297,20 +226,10 @@ void pack_queries(const TensorView& q, const cpu::Lanes& lanes, std::int64_t fir
       for (std::int64_t c = 0; c < layout.depth; c += kLanes) {
         const V value =
             row == nullptr ? hn::Zero(d) : load_some_f32<kType>(row + c, layout.head_dim - c);
-        hn::Store(hn::Mul(value, factor), d, rows + i * layout.depth + c);
+        hn::Store(value, d, rows + i * layout.depth + c);
       }
     }
-    for (std::int64_t c = 0; c < layout.depth; c += 4) {
-      auto a = hn::Load(d4, rows + c);
-      auto b = hn::Load(d4, rows + layout.depth + c);
-      auto e = hn::Load(d4, rows + 2 * layout.depth + c);
-      auto f = hn::Load(d4, rows + 3 * layout.depth + c);
-      transpose4(a, b, e, f);
-      hn::Store(a, d4, out + c * width + lane);
-      hn::Store(b, d4, out + (c + 1) * width + lane);
-      hn::Store(e, d4, out + (c + 2) * width + lane);
-      hn::Store(f, d4, out + (c + 3) * width + lane);
-    }
+    rows_to_lanes(rows, layout.depth, layout.depth, scale, width, lane, out);
   }
 }
 
@@ -328,30 +247,13 @@ void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std::int64_
     const auto total = hn::Load(d4, sum + lane);
     const auto one = hn::Set(d4, 1.0f);
     const auto inverse = hn::Div(one, hn::IfThenElse(hn::Eq(total, hn::Zero(d4)), one, total));
-    for (std::int64_t c = 0; c < layout.columns; c += 4) {
-      auto a = hn::Mul(inverse, hn::Load(d4, o + c * width + lane));
-      auto b = hn::Mul(inverse, hn::Load(d4, o + (c + 1) * width + lane));
-      auto e = hn::Mul(inverse, hn::Load(d4, o + (c + 2) * width + lane));
-      auto f = hn::Mul(inverse, hn::Load(d4, o + (c + 3) * width + lane));
-      transpose4(a, b, e, f);
-      hn::Store(a, d4, rows + c);
-      hn::Store(b, d4, rows + layout.columns + c);
-      hn::Store(e, d4, rows + 2 * layout.columns + c);
-      hn::Store(f, d4, rows + 3 * layout.columns + c);
-    }
+    lanes_to_rows(o, width, lane, layout.columns, inverse, layout.columns, rows);
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t at = first_lane + lane + i;
       const TensorView& view = out.o;
       const std::int64_t offset =
           lanes.offset(at, view.stride_batch, view.stride_seqlen, view.stride_heads);
-      const float* const row = rows + i * layout.columns;
-      if (view.dtype == DType::f32) {
-        store_row<DType::f32>(row, layout.head_dim_v, view.data, offset);
-      } else if (view.dtype == DType::bf16) {
-        store_row<DType::bf16>(row, layout.head_dim_v, view.data, offset);
-      } else {
-        store_row<DType::f16>(row, layout.head_dim_v, view.data, offset);
-      }
+      store_row(rows + i * layout.columns, layout.head_dim_v, view, offset);
       if (out.lse.data != nullptr) {
         out.lse.data[lanes.offset(at, out.lse.stride_batch, out.lse.stride_seqlen,
                                   out.lse.stride_heads)] =
