@@ -3,6 +3,7 @@
 // sum); with VDPBF16PS (two fused multiply-adds, the odd elements first).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -78,8 +79,17 @@ struct EmulatedVectors {
   static F select(K k, F yes, F no) {
     return each<F>([&](int i) { return k.v[i] ? yes.v[i] : no.v[i]; });
   }
-  static F exp2(F x) {
-    return each<F>([&](int i) { return std::exp2(x.v[i]); });
+  /// As VREDUCEPS: rounded, so that it is 1 just below an integer; 0 of an infinity.
+  static F above_floor(F x) {
+    return each<F>([&](int i) { return std::isinf(x.v[i]) ? 0.0f : x.v[i] - std::floor(x.v[i]); });
+  }
+  /// As VSCALEFPS.
+  static F times_power_of_floor(F p, F x) {
+    return each<F>([&](int i) {
+      constexpr float kBeyondAll = 1000;
+      const float power = std::clamp(std::floor(x.v[i]), -kBeyondAll, kBeyondAll);
+      return std::isnan(power) ? power : std::ldexp(p.v[i], static_cast<int>(power));
+    });
   }
   static void store_pair(std::uint32_t* to, F even, F odd) {
     for (int i = 0; i < 16; ++i) {

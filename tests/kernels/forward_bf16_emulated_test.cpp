@@ -250,6 +250,50 @@ TEST(ForwardBf16Emulated, MatchesFloat64WithinTheRoundingOfP) {
   }
 }
 
+// A lone key weighs 1 whatever rounding makes of the distance to the maximum, which is itself.
+TEST(ForwardBf16Emulated, AKeySeenAloneGivesItsValue) {
+  const Shape shape = {{300}, {300}, 1, 1, 24, 16, Mask::window(0, 0)};
+  for (const Functions& functions : {kTiles, kVectors}) {
+    const Tensors t = results(shape, {.functions = functions});
+    for (std::size_t i = 0; i < t.v.size(); ++i) {
+      const float value = bf16_to_f32(t.v[i]);
+      ASSERT_NEAR(t.o[i], value, 2e-7f * std::fabs(value)) << "element " << i;
+    }
+  }
+}
+
+/// exp2_of on the emulated vectors.
+float exp2_of(float x) {
+  return forward_bf16::exp2_of<EmulatedVectors>(EmulatedVectors::set(x)).v[0];
+}
+
+TEST(ForwardBf16Emulated, Exp2IsExactAtZeroAndCloseBelow) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  double largest = 0;
+  const auto check = [&](float x) {
+    const double exact = std::exp2(double{x});
+    largest = std::fmax(largest, std::fabs(double{exp2_of(x)} - exact) / exact);
+  };
+  for (int i = 0; i <= 126; ++i) {
+    const auto x = static_cast<float>(-i);
+    EXPECT_EQ(exp2_of(x), std::ldexp(1.0f, -i));
+    check(i == 126 ? x : std::nextafter(x, -kInfinity));
+    check(std::nextafter(x, 0.0f));
+  }
+  for (int i = 1; i < 60000; ++i) {
+    check(-126.0f * static_cast<float>(i) / 60000);
+    check(-static_cast<float>(i) / 60000);
+    check(-std::ldexp(1.0f, -i % 149));
+  }
+  EXPECT_LT(largest, 2e-7);
+  EXPECT_EQ(exp2_of(-0.0f), 1.0f);
+  EXPECT_EQ(exp2_of(-0x1p-149f), 1.0f);
+  EXPECT_EQ(exp2_of(-0x1p-30f), 1.0f);
+  EXPECT_EQ(exp2_of(-kInfinity), 0.0f);
+  EXPECT_EQ(exp2_of(-1e30f), 0.0f);
+  EXPECT_TRUE(std::isnan(exp2_of(std::numeric_limits<float>::quiet_NaN())));
+}
+
 /// Packs K and V before the tasks even where that is not worth it, as little at once as may be.
 constexpr Bf16Blocking kPackedAlways = {.packed_bytes = 0, .least_saved = 0};
 

@@ -32,19 +32,13 @@ struct Avx512Vectors {
     return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask(first, index), last, index);
   }
 
-  /// 2^x, relative error 3e-6; exactly 1 at 0 and 0 at −∞ (VREDUCEPS of an infinity is 0, and
-  /// VSCALEFPS by −∞ gives 0); NaN stays NaN. Coefficients: Remez on [0, 1], the constant held
-  /// at 1.
-  static F exp2(F x) {
+  /// x minus the integer below it; 0 of an infinity.
+  static F above_floor(F x) {
     constexpr int kFractionAboveFloor = 0x09;
-    const F r = _mm512_reduce_ps(x, kFractionAboveFloor);
-    F p = set(0x1.b7f730p-7f);
-    p = fma(p, r, set(0x1.abf868p-5f));
-    p = fma(p, r, set(0x1.ee2450p-3f));
-    p = fma(p, r, set(0x1.62d6c6p-1f));
-    p = fma(p, r, set(1.0f));
-    return _mm512_scalef_ps(p, x);
+    return _mm512_reduce_ps(x, kFractionAboveFloor);
   }
+  /// p · 2^⌊x⌋; 0 where x is −∞.
+  static F times_power_of_floor(F p, F x) { return _mm512_scalef_ps(p, x); }
 
   /// Two rows as pairs of bf16, rounded to nearest.
   static void store_pair(std::uint32_t* to, F even, F odd) {

@@ -292,7 +292,7 @@ class Worker {
       const auto moved = M::select(moves, top, most);
       if (M::any(M::greater(M::select(moves, most, minus_infinity), minus_infinity))) {
         // lanes that saw no key yet have nothing to rescale, and 2^−∞ = 0 to do it with
-        rescale(now, panel, M::select(moves, M::exp2(M::sub(most, moved)), M::set(1.0f)));
+        rescale(now, panel, M::select(moves, exp2_of<M>(M::sub(most, moved)), M::set(1.0f)));
       }
       M::store(maximum, moved);
       most = moved;
