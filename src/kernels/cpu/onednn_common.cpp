@@ -122,7 +122,10 @@ bool onednn_multiplies(DType dtype) {
 std::string onednn_note(const KernelProblem& problem) {
   const DType dtype = problem.attention.dtype;
   if (onednn_multiplies(dtype)) {
-    return {};
+    return problem.attention.kv_dtype.value_or(dtype) == dtype || dtype == DType::f32
+               ? std::string{}
+               : "keys and values are widened and multiplied in f32, scores are kept in " +
+                     std::string(to_string(dtype));
   }
   const dnnl_version_t* version = dnnl_version();
   return "oneDNN " + std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
@@ -182,8 +185,32 @@ BlockProducts::BlockProducts(DType operand) {
 }
 BlockProducts::~BlockProducts() = default;
 
+namespace {
+
+/// C[m, n] times 0, which keeps what is not finite as NaN. oneDNN given a scale of 0 leaves C as it
+/// was, or sets zeros unread, by instruction set.
+void multiply_by_zero(const BlockProducts::Shape& s, DType dtype, void* c) {
+  const RowOps& ops = row_ops(onednn_instruction_set());
+  float row[kKeyChunk];
+  for (std::int64_t i = 0; i < s.m; ++i) {
+    for (std::int64_t j = 0; j < s.n; j += kKeyChunk) {
+      const std::int64_t count = std::min(kKeyChunk, s.n - j);
+      auto* const at = static_cast<std::byte*>(c) + (i * s.ldc + j) * (bits_of(dtype) / 8);
+      ops.load(at, dtype, count, row);
+      ops.store(row, 0.0f, dtype, count, at);
+    }
+  }
+}
+
+}  // namespace
+
 Status BlockProducts::times_transposed(const Shape& s, float alpha, const void* a, const void* b,
                                        void* c) {
+  if (alpha == 0) {
+    const Status status = times_transposed(s, 1.0f, a, b, c);
+    multiply_by_zero(s, primitives_ != nullptr ? primitives_->operand : DType::f32, c);
+    return status;
+  }
   if (primitives_ != nullptr) {
     return primitives_->run(s, Form::b_transposed, alpha, a, b, c);
   }
@@ -195,6 +222,11 @@ Status BlockProducts::times_transposed(const Shape& s, float alpha, const void* 
 
 Status BlockProducts::times_transposed_f32(const Shape& s, float alpha, const void* a,
                                            const void* b, float* c) {
+  if (alpha == 0) {
+    const Status status = times_transposed_f32(s, 1.0f, a, b, c);
+    multiply_by_zero(s, DType::f32, c);
+    return status;
+  }
   return primitives_ != nullptr ? primitives_->run(s, Form::b_transposed_f32, alpha, a, b, c)
                                 : times_transposed(s, alpha, a, b, c);
 }
@@ -223,7 +255,11 @@ Status BlockProducts::transposed_times(const Shape& s, const void* a, const void
 
 namespace {
 
-DType operand_of(DType dtype) { return onednn_multiplies(dtype) ? dtype : DType::f32; }
+/// bf16 would round what int8 times its scale holds: such a cache is multiplied in f32.
+DType operand_of(const AttentionProblem& p) {
+  const bool as_stored = onednn_multiplies(p.dtype) && p.kv_dtype.value_or(p.dtype) == p.dtype;
+  return as_stored ? p.dtype : DType::f32;
+}
 std::int64_t size_of(DType dtype) { return bits_of(dtype) / 8; }
 
 struct ThreadSizes {
@@ -231,7 +267,7 @@ struct ThreadSizes {
   std::int64_t total() const { return q + chunk + operand + o + product + row + sum + maximum; }
 };
 ThreadSizes thread_sizes(const AttentionProblem& p, std::int64_t row_block) {
-  const std::int64_t element = size_of(operand_of(p.dtype));
+  const std::int64_t element = size_of(operand_of(p));
   constexpr std::int64_t kFloat = sizeof(float);
   return {round_up(row_block * p.head_dim * element, kAlign),
           row_block * kKeyChunk * kFloat,
@@ -271,7 +307,7 @@ std::optional<MaterialisedSizes> materialised_sizes(const KernelProblem& problem
   if (p.seqlen_kv > (std::int64_t{1} << 58)) {
     return std::nullopt;
   }
-  const std::int64_t element = size_of(operand_of(p.dtype));
+  const std::int64_t element = size_of(operand_of(p));
   if (p.layout != Layout::packed &&
       (!checked_product({p.batch, p.seqlen_q}) || !checked_product({p.batch, p.seqlen_kv}))) {
     return std::nullopt;
@@ -317,7 +353,7 @@ MaterialisedCall::MaterialisedCall(const ForwardCall& call, std::int64_t row_blo
     : call_(call),
       problem_(call.problem.attention),
       ops_(row_ops(onednn_instruction_set())),
-      operand_(operand_of(problem_.dtype)),
+      operand_(operand_of(problem_)),
       sizes_(materialised_sizes(call.problem, row_block).value_or(MaterialisedSizes{})) {
   auto* const base = static_cast<std::byte*>(call.workspace.data);
   k_ = base;

@@ -55,7 +55,8 @@ class BlockProducts {
     std::int64_t lda = 0, ldb = 0, ldc = 0;
     bool operator==(const Shape&) const = default;
   };
-  /// C[m, n] = alpha · A[m, k] · B[n, k]ᵀ; A, B and C of the operand dtype.
+  /// C[m, n] = alpha · A[m, k] · B[n, k]ᵀ; A, B and C of the operand dtype. An alpha of 0 makes
+  /// NaN of what is not finite, as any other product with 0.
   Status times_transposed(const Shape& shape, float alpha, const void* a, const void* b, void* c);
   /// The same with C in f32.
   Status times_transposed_f32(const Shape& shape, float alpha, const void* a, const void* b,
@@ -140,7 +141,8 @@ class MaterialisedCall {
 
   const RowOps& ops() const { return ops_; }
   DType dtype() const { return problem_.dtype; }
-  /// The dtype of the products' operands: the problem's where oneDNN has it, else f32.
+  /// The dtype of the products' operands: the problem's where oneDNN has it and K and V are of it,
+  /// else f32.
   DType operand() const { return operand_; }
   const AttentionProblem& problem() const { return problem_; }
 
