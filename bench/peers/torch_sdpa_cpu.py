@@ -35,30 +35,61 @@ def cases():
     yield "f32", base | dict(seqlen=4096, dtype="f32")
 
 
-def worker(case, threads):
-    """Answers each line on stdin (seconds) with the times of calls in so many seconds."""
+def worker(threads):
+    """Answers each line on stdin ([case, seconds]) with the times of calls in so many seconds."""
     import torch
     import torch.nn.functional as functional
 
     torch.set_num_threads(threads)
-    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case["dtype"]]
-    shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
-    q, k, v = (torch.randn(shape, dtype=dtype).transpose(1, 2) for _ in range(3))
-    with torch.inference_mode():
-        def call():
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=bool(case["causal"]))
+    print(json.dumps({"torch": torch.__version__}), flush=True)
+    last, tensors = None, ()
+    for line in sys.stdin:
+        case, seconds = json.loads(line)
 
-        call()
-        call()
-        print(json.dumps({"torch": torch.__version__}), flush=True)
-        for line in sys.stdin:
-            end = time.perf_counter() + float(line)
-            times = []
-            while len(times) < 3 or time.perf_counter() < end:
-                start = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - start)
-            print(json.dumps(times), flush=True)
+        def call():
+            with torch.inference_mode():
+                return functional.scaled_dot_product_attention(*tensors,
+                                                               is_causal=bool(case["causal"]))
+
+        if case != last:
+            dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case["dtype"]]
+            shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
+            tensors = [torch.randn(shape, dtype=dtype).transpose(1, 2) for _ in range(3)]
+            last = case
+            call()
+            call()
+        end = time.perf_counter() + seconds
+        times = []
+        while len(times) < 3 or time.perf_counter() < end:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        print(json.dumps(times), flush=True)
+
+
+class Peer:
+    """PyTorch in a process of its own."""
+
+    def __init__(self, threads):
+        self.process = subprocess.Popen([sys.executable, __file__, "--worker", str(threads)],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        **bound(threads))
+        self.versions = self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("PyTorch's process ended")
+        return json.loads(line)
+
+    def times(self, case, seconds):
+        self.process.stdin.write(json.dumps([case, seconds]) + "\n")
+        self.process.stdin.flush()
+        return sorted(self.answer())
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def bound(threads):
@@ -73,7 +104,7 @@ def rafter_once(arguments, case, threads):
                "--seqlen", str(case["seqlen"]), "--head-dim", str(case["head_dim"]),
                "--heads-q", str(case["heads"]), "--batch", str(case["batch"]),
                "--causal", str(case["causal"]), "--dtype", case["dtype"],
-               "--threads", str(threads), "--time", str(arguments.time)]
+               "--threads", str(threads), "--time", str(arguments.time), "--evidence", "false"]
     if arguments.device:
         command += ["--device", arguments.device]
     options = bound(threads)
@@ -93,20 +124,13 @@ def summary(medians, low, high, flops):
     return {"median_s": median, "p10_s": min(low), "p90_s": max(high), "flop_per_s": flops / median}
 
 
-def compare(arguments, group, case, threads):
-    peer = subprocess.Popen([sys.executable, __file__, "--worker", json.dumps([case, threads])],
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, **bound(threads))
-    versions = json.loads(peer.stdout.readline())
+def compare(arguments, group, case, threads, peer):
     ours, theirs = [], []
     for _ in range(arguments.rounds):
         context, row = rafter_once(arguments, case, threads)
         ours.append(row)
-        peer.stdin.write(f"{arguments.time}\n")
-        peer.stdin.flush()
-        theirs.append(sorted(json.loads(peer.stdout.readline())))
+        theirs.append(peer.times(case, arguments.time))
         time.sleep(0.3)  # its threads spin for a while before they sleep
-    peer.stdin.close()
-    peer.wait()
     flops = ours[0]["flops"]
     rafter = summary([r["time_s"] for r in ours], [r["time_p10_s"] for r in ours],
                      [r["time_p90_s"] for r in ours], flops)
@@ -114,7 +138,8 @@ def compare(arguments, group, case, threads):
                     [t[len(t) * 9 // 10] for t in theirs], flops)
     return {"record": "peer",
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "context": context, **versions, "group": group, "case": case | {"threads": threads},
+            "context": context, **peer.versions, "group": group,
+            "case": case | {"threads": threads},
             "rounds": arguments.rounds, "flops": flops,
             "rafter": {"kernel": ours[0]["kernel"], **rafter}, "torch_sdpa": torch,
             "times_faster": torch["median_s"] / rafter["median_s"]}
@@ -122,7 +147,7 @@ def compare(arguments, group, case, threads):
 
 def main():
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
-        worker(*json.loads(sys.argv[2]))
+        worker(int(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rafter")
@@ -138,10 +163,11 @@ def main():
         if threads > len(os.sched_getaffinity(0)):
             print(f"skipped: {threads} threads, and there are fewer CPUs", file=sys.stderr)
             continue
+        peer = Peer(threads)
         for group, case in cases():
             if group not in arguments.cells.split(","):
                 continue
-            record = compare(arguments, group, case, threads)
+            record = compare(arguments, group, case, threads, peer)
             if arguments.out:
                 with open(arguments.out, "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
@@ -149,6 +175,7 @@ def main():
                   f"{record['rafter']['kernel']} {record['rafter']['flop_per_s'] / 1e12:.3f}",
                   f"torch {record['torch_sdpa']['flop_per_s'] / 1e12:.3f} TFLOP/s,"
                   f" {record['times_faster']:.2f} times", flush=True)
+        peer.close()
 
 
 if __name__ == "__main__":
