@@ -128,8 +128,9 @@ struct Candidate {
   std::string kernel;
   Pipeline pipeline = Pipeline::fused;
   bool accepted = false;
-  double seconds = 0;             // predicted; meaningless when refused
-  std::string refusal;            // why, when refused
+  double seconds = 0;   // predicted for one sequence of the capacities on every core, which is what
+                        // the choice is made by; meaningless when refused
+  std::string refusal;  // why, when refused
   bool only_when_forced = false;  // accepts, but is never chosen unless named
 };
 
@@ -183,7 +184,8 @@ class Plan {
 };
 
 /// Validates the problem, chooses the accepted kernel of least predicted time among those of
-/// options.pass, sizes the workspace. The paged layout has no backward pass.
+/// options.pass, sizes the workspace. Batch, layout and threads do not enter the choice: other
+/// kernels give other bits. The paged layout has no backward pass.
 /// Errors: invalid_argument names the field, what was given and what is allowed; unsupported lists
 /// every kernel and why it refused.
 Result<Plan> plan(const AttentionProblem& problem, const Device& device,

@@ -317,7 +317,8 @@ void bind_attention(nb::module_& m) {
       .def_ro("kernel", &Candidate::kernel)
       .def_prop_ro("pipeline", [](const Candidate& c) { return to_string(c.pipeline); })
       .def_ro("accepted", &Candidate::accepted)
-      .def_ro("seconds", &Candidate::seconds, "predicted; meaningless when refused")
+      .def_ro("seconds", &Candidate::seconds,
+              "predicted for one sequence on every core; meaningless when refused")
       .def_ro("refusal", &Candidate::refusal)
       .def_ro("only_when_forced", &Candidate::only_when_forced)
       .def("__repr__", [](const Candidate& c) {

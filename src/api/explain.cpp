@@ -98,7 +98,7 @@ std::string Plan::explain() const {
   for (const Candidate& c : candidates()) {
     width = std::max(width, c.kernel.size());
   }
-  text += "candidates:\n";
+  text += "candidates (time of one sequence on every core, which decides):\n";
   for (const Candidate& c : candidates()) {
     fmt::format_to(out, "  {:<{}}  {:<10}  {}\n", c.kernel, width, to_string(c.pipeline),
                    candidate_text(c, state));

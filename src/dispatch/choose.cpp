@@ -1,6 +1,7 @@
 #include "dispatch/choose.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -101,6 +102,20 @@ Status no_kernel(const std::vector<Candidate>& candidates, const PlanOptions& op
   return Status::unsupported(parameter, what, reasons);
 }
 
+/// What the choice is made by: one sequence of the problem's capacities on every core. Kernels
+/// differ in bits, so neither batch nor layout nor threads may decide which of them runs.
+KernelProblem one_sequence(const KernelProblem& problem, const DeviceSpec& spec) {
+  KernelProblem one = problem;
+  AttentionProblem& p = one.attention;
+  p.batch = 1;
+  p.layout = Layout::dense;
+  p.total_q = p.total_kv = p.page_size = p.num_pages = 0;
+  p.seqused_kv = false;
+  const Figure* const cores = spec.find("sm_count");
+  one.threads = cores == nullptr ? 1 : static_cast<int>(std::ceil(cores->value));
+  return one;
+}
+
 }  // namespace
 
 Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const PlanOptions& options,
@@ -115,6 +130,7 @@ Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const P
   Choice choice;
   choice.forced = !options.kernel.empty();
   choice.candidates.reserve(kernels().size());
+  const KernelProblem deciding = one_sequence(problem, spec);
   double least = 0;
   for (const Registered& kernel : kernels()) {
     const KernelEntry& entry = *kernel.entry;
@@ -129,7 +145,7 @@ Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const P
                         .refusal = acceptance.reason,
                         .only_when_forced = entry.only_when_forced};
     if (acceptance.yes) {
-      candidate.seconds = entry.seconds(problem, spec);
+      candidate.seconds = entry.seconds(deciding, spec);
       const bool eligible = choice.forced ? entry.name == options.kernel : !entry.only_when_forced;
       if (eligible && (choice.entry == nullptr || candidate.seconds < least)) {
         choice.entry = &entry;

@@ -166,6 +166,48 @@ TEST(Plan, ChoosesTheLeastPredictedTime) {
   EXPECT_NE(planned->kernel(), "forward_reference");
 }
 
+// Contract 5: which kernel runs, and so the bits, depends on the sequence and the options alone.
+TEST(Plan, NeitherBatchNorThreadsNorLayoutChooseTheKernel) {
+  const auto kernel_of = [](AttentionProblem p, std::int64_t batch, int threads, Layout layout) {
+    p.batch = batch;
+    p.layout = layout;
+    if (layout == Layout::packed) {
+      p.total_q = batch * p.seqlen_q;
+      p.total_kv = batch * p.seqlen_kv;
+    }
+    if (layout == Layout::paged) {
+      p.page_size = 16;
+      p.num_pages = batch * ((p.seqlen_kv + 15) / 16);
+      p.seqused_kv = true;
+    }
+    const Result<Plan> planned = plan_cpu(p, {.threads = threads});
+    return planned ? planned->kernel() : planned.status().message();
+  };
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 128, 512}) {
+      for (const std::int64_t keys : {1, 64, 512, 8192}) {
+        for (const std::int64_t heads_kv : {1, 2, 8}) {
+          const AttentionProblem p{.heads_q = 8,
+                                   .heads_kv = heads_kv,
+                                   .seqlen_q = rows,
+                                   .seqlen_kv = keys,
+                                   .head_dim = 32,
+                                   .dtype = dtype};
+          const std::string alone = kernel_of(p, 1, 1, Layout::dense);
+          for (const Layout layout : {Layout::dense, Layout::packed, Layout::paged}) {
+            for (const std::int64_t batch : {1, 16, 256}) {
+              for (const int threads : {1, 2, 16}) {
+                EXPECT_EQ(kernel_of(p, batch, threads, layout), alone)
+                    << rows << " rows, " << keys << " keys, batch " << batch << ", " << threads;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Plan, APipelineIsDoneByAKernelOfIt) {
   for (const Pipeline pipeline : {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused}) {
     const Result<Plan> planned = plan_cpu(small(), {.pipeline = pipeline});
@@ -194,7 +236,6 @@ TEST(Plan, ExplainNamesKernelWallAndEveryCandidate) {
   EXPECT_THAT(forced->explain(), HasSubstr("chosen: the caller named it"));
 }
 
-// P20: planning takes microseconds. The least of many, as other processes share the machine.
 TEST(Plan, WorkspaceGrowsWithTheScoresOfMaterialisingPipelinesOnly) {
   const auto bytes = [](std::int64_t seqlen, Pipeline pipeline) {
     AttentionProblem problem{.heads_q = 2, .seqlen_q = seqlen, .seqlen_kv = seqlen, .head_dim = 64};
