@@ -42,7 +42,14 @@ Result<double> DeviceSpec::value(std::string_view key) const {
 }
 
 Result<double> DeviceSpec::peak(DType dtype) const {
-  return value(fmt::format("peak_{}_flop_per_s", to_string(dtype)));
+  static const auto kKeys = [] {  // by dtype: planning asks several times
+    std::array<std::string, static_cast<std::size_t>(DType::i64) + 1> keys;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      keys[i] = fmt::format("peak_{}_flop_per_s", to_string(static_cast<DType>(i)));
+    }
+    return keys;
+  }();
+  return value(kKeys[static_cast<std::size_t>(dtype)]);
 }
 
 std::vector<std::string> device_names() {

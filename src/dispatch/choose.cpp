@@ -1,12 +1,12 @@
 #include "dispatch/choose.h"
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "dispatch/isa_limit.h"
+#include "dispatch/predict.h"
 #include "dispatch/registry.h"
 
 namespace rafter::dispatch {
@@ -104,15 +104,14 @@ Status no_kernel(const std::vector<Candidate>& candidates, const PlanOptions& op
 
 /// What the choice is made by: one sequence of the problem's capacities on every core. Kernels
 /// differ in bits, so neither batch nor layout nor threads may decide which of them runs.
-KernelProblem one_sequence(const KernelProblem& problem, const DeviceSpec& spec) {
+KernelProblem one_sequence(const KernelProblem& problem) {
   KernelProblem one = problem;
   AttentionProblem& p = one.attention;
   p.batch = 1;
   p.layout = Layout::dense;
   p.total_q = p.total_kv = p.page_size = p.num_pages = 0;
   p.seqused_kv = false;
-  const Figure* const cores = spec.find("sm_count");
-  one.threads = cores == nullptr ? 1 : static_cast<int>(std::ceil(cores->value));
+  one.threads = 1;  // nothing that decides depends on them
   return one;
 }
 
@@ -130,7 +129,8 @@ Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const P
   Choice choice;
   choice.forced = !options.kernel.empty();
   choice.candidates.reserve(kernels().size());
-  const KernelProblem deciding = one_sequence(problem, spec);
+  const KernelProblem deciding = one_sequence(problem);
+  Predictor predictor(deciding, spec, options.pass);
   double least = 0;
   for (const Registered& kernel : kernels()) {
     const KernelEntry& entry = *kernel.entry;
@@ -145,7 +145,7 @@ Result<Choice> choose(const KernelProblem& problem, Device::Kind device, const P
                         .refusal = acceptance.reason,
                         .only_when_forced = entry.only_when_forced};
     if (acceptance.yes) {
-      candidate.seconds = entry.seconds(deciding, spec);
+      candidate.seconds = predictor.seconds(entry);
       const bool eligible = choice.forced ? entry.name == options.kernel : !entry.only_when_forced;
       if (eligible && (choice.entry == nullptr || candidate.seconds < least)) {
         choice.entry = &entry;

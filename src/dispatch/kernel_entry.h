@@ -47,6 +47,14 @@ struct Acceptance {
   static Acceptance refuse(std::string reason) { return {false, std::move(reason)}; }
 };
 
+/// Shares of a device's ceilings that a kernel was measured to reach; its document in docs/kernels
+/// has the figures.
+struct Reach {
+  double compute = 1;        // of the matmul peak of the dtype, all cores
+  double bandwidth = 1;      // of the main-memory bandwidth
+  double fixed_seconds = 0;  // per run, whatever the size
+};
+
 struct KernelEntry {
   std::string_view name;  // "forward_simd_avx2"
   Device::Kind device;
@@ -57,9 +65,9 @@ struct KernelEntry {
 
   Acceptance (*machine_has)();  // can this machine run it?
   Acceptance (*accepts)(const KernelProblem&);
-  /// Predicted seconds on a device whose ceilings are given: the cost model times what this kernel
-  /// reaches of it.
-  double (*seconds)(const KernelProblem&, const DeviceSpec&);
+  /// What it reaches of a device's ceilings on this problem: the choice divides the exact cost of
+  /// its pipeline by that.
+  Reach (*reach)(const KernelProblem&, const DeviceSpec&);
   std::int64_t (*workspace)(const KernelProblem&);
   // One of the two: a kernel runs one pass.
   Status (*forward)(const ForwardCall&) = nullptr;
@@ -74,20 +82,6 @@ struct KernelEntry {
 
   Pass pass() const { return backward != nullptr ? Pass::backward : Pass::forward; }
 };
-
-/// Shares of a device's ceilings that a kernel was measured to reach; its document in docs/kernels
-/// has the figures.
-struct Reach {
-  double compute = 1;        // of the matmul peak of the dtype, all cores
-  double bandwidth = 1;      // of the main-memory bandwidth
-  double fixed_seconds = 0;  // per run, whatever the size
-};
-
-/// The exact cost of the pipeline on this problem under the roofline of the device, at what the
-/// kernel reaches of it; fewer threads than cores have their part of the compute peak. Infinite
-/// where the device lacks a figure (plan() then says which). Defined in dispatch/predict.cpp.
-double predicted_seconds(const KernelProblem& problem, Pipeline pipeline, const DeviceSpec& spec,
-                         const Reach& reach, Pass pass = Pass::forward);
 
 using EntriesFunction = std::span<const KernelEntry> (*)();
 

@@ -1,32 +1,50 @@
-// What a kernel would take: its pipeline's exact cost under the roofline, at the shares of the
-// ceilings that it was measured to reach.
+#include "dispatch/predict.h"
+
 #include <algorithm>
 #include <limits>
 
-#include "dispatch/kernel_entry.h"
+namespace rafter::dispatch {
 
-namespace rafter {
-
-double predicted_seconds(const KernelProblem& problem, Pipeline pipeline, const DeviceSpec& spec,
-                         const Reach& reach, Pass pass) {
-  constexpr double kNever = std::numeric_limits<double>::infinity();
-  const Result<Cost> cost = attention_cost(problem.attention, pipeline, pass, Convention{},
-                                           std::max<std::int64_t>(problem.splits, 1));
+Predictor::Predictor(const KernelProblem& problem, const DeviceSpec& spec, Pass pass)
+    : problem_(problem), spec_(spec), pass_(pass) {
+  const auto figure = [&](const char* key) {
+    const Figure* found = spec.find(key);
+    return found == nullptr ? 0 : found->value;
+  };
   const Result<double> peak = spec.peak(problem.attention.dtype);
-  const Figure* bandwidth = spec.find("bandwidth_bytes_per_s");
-  if (!cost || !peak || bandwidth == nullptr) {
-    return kNever;
-  }
-  double cores_used = 1;
-  const Figure* cores = spec.find("sm_count");
-  if (spec.kind == Device::Kind::cpu && cores != nullptr && cores->value > 0) {
-    cores_used = std::min(1.0, problem.threads / cores->value);
-  }
-  const Figure* launch = spec.find("launch_s");
-  const double dispatch = launch == nullptr ? 0 : cost->launches * launch->value;
-  const double compute = cost->flops / (*peak * reach.compute * cores_used);
-  const double traffic = cost->bytes / (bandwidth->value * reach.bandwidth);
-  return std::max({compute, traffic, dispatch}) + reach.fixed_seconds;
+  peak_ = peak ? *peak : 0;
+  bandwidth_ = figure("bandwidth_bytes_per_s");
+  launch_seconds_ = figure("launch_s");
+  work_.reserve(4);
 }
 
-}  // namespace rafter
+const Predictor::Work& Predictor::work_of(const KernelEntry& entry) {
+  const std::int64_t splits = entry.splits == nullptr ? 1 : entry.splits(problem_);
+  for (const Work& known : work_) {
+    if (known.pipeline == entry.pipeline && known.splits == splits) {
+      return known;
+    }
+  }
+  Work work = {entry.pipeline, splits, std::numeric_limits<double>::infinity(), 0, 0};
+  const Result<Cost> cost =
+      attention_cost(problem_.attention, entry.pipeline, pass_, Convention{}, splits);
+  if (cost) {
+    work.flops = cost->flops;
+    work.bytes = cost->bytes;
+    work.dispatch_seconds = cost->launches * launch_seconds_;
+  }
+  return work_.emplace_back(work);
+}
+
+double Predictor::seconds(const KernelEntry& entry) {
+  if (!(peak_ > 0 && bandwidth_ > 0)) {
+    return std::numeric_limits<double>::infinity();
+  }
+  const Work& work = work_of(entry);
+  const Reach reach = entry.reach(problem_, spec_);
+  const double compute = work.flops / (peak_ * reach.compute);
+  const double traffic = work.bytes / (bandwidth_ * reach.bandwidth);
+  return std::max({compute, traffic, work.dispatch_seconds}) + reach.fixed_seconds;
+}
+
+}  // namespace rafter::dispatch

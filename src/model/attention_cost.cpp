@@ -47,7 +47,9 @@ Result<Cost> cost_of(const AttentionShape& shape, const AttentionTotals& totals,
   if (pass == Pass::forward) {
     Cost cost = model::forward_terms(shape, totals, pipeline, counted, convention);
     cost.unfused_bytes =
-        model::forward_terms(shape, totals, Pipeline::unfused, unfused, own_passes).bytes;
+        pipeline == Pipeline::unfused && !convention.score_passes
+            ? cost.bytes
+            : model::forward_terms(shape, totals, Pipeline::unfused, unfused, own_passes).bytes;
     return cost;
   }
   if (pipeline == Pipeline::split_kv) {

@@ -17,6 +17,8 @@ class Builder {
  public:
   Builder(const AttentionShape& shape, const AttentionTotals& totals,
           const Convention& convention) {
+    cost_.kernels.reserve(6);
+    cost_.bytes_by_term.reserve(12);
     cost_.dtype = shape.dtype;
     cost_.convention = convention.name;
     cost_.pairs = shape.heads_q * totals.pairs;

@@ -37,9 +37,8 @@ Acceptance accepts(const KernelProblem& problem) {
 }
 
 // As forward_reference: no model of it is needed beyond "far behind".
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-  return predicted_seconds(problem, Pipeline::fused, spec, {.compute = 0.005, .bandwidth = 0.5},
-                           Pass::backward);
+Reach reach(const KernelProblem&, const DeviceSpec&) {
+  return {.compute = 0.005, .bandwidth = 0.5};
 }
 
 std::int64_t workspace(const KernelProblem& problem) {
@@ -60,7 +59,7 @@ std::span<const KernelEntry> entries_backward_reference() {
                                   "only when forced",
                   .machine_has = machine_has,
                   .accepts = accepts,
-                  .seconds = seconds,
+                  .reach = reach,
                   .workspace = workspace,
                   .backward = backward,
                   .only_when_forced = true,

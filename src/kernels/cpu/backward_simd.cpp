@@ -62,11 +62,9 @@ struct Entry {
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }
-  static double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+  static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
     constexpr double kMeasured = 0.8;
-    return predicted_seconds(problem, Pipeline::fused, spec,
-                             cpu::simd_reach(problem, spec, Set::kBlocking.products, kMeasured),
-                             Pass::backward);
+    return cpu::simd_reach(problem, spec, Set::kBlocking.products, kMeasured);
   }
   static KernelEntry entry() {
     return {.name = Set::kName,
@@ -77,7 +75,7 @@ struct Entry {
             .accepts_text = "dense and packed, every mask, softcap and group; head_dim contiguous",
             .machine_has = machine_has,
             .accepts = accepts,
-            .seconds = seconds,
+            .reach = reach,
             .workspace = workspace,
             .backward = backward};
   }

@@ -492,11 +492,7 @@ std::span<const KernelEntry> entries_backward_unfused_onednn() {
           "scores twice",
       .machine_has = [] { return Acceptance::accept(); },
       .accepts = accepts,
-      .seconds =
-          [](const KernelProblem& p, const DeviceSpec& spec) {
-            return predicted_seconds(p, Pipeline::unfused, spec, cpu::materialised_reach(p, spec),
-                                     Pass::backward);
-          },
+      .reach = cpu::materialised_reach,
       .workspace =
           [](const KernelProblem& p) {
             const auto places = places_of(p);

@@ -186,11 +186,8 @@ struct Entry {
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }
-  static double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-    KernelProblem split = problem;
-    split.splits = parts_of(problem);
-    return predicted_seconds(split, Pipeline::split_kv, spec,
-                             reach_of(problem, spec, Set::kBlocking));
+  static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
+    return reach_of(problem, spec, Set::kBlocking);
   }
   static KernelEntry entry() {
     return {.name = Set::kName,
@@ -203,7 +200,7 @@ struct Entry {
                 "int8; splits the keys of up to 64 new tokens",
             .machine_has = machine_has,
             .accepts = [](const KernelProblem& p) { return accepts(p, Set::kLanes); },
-            .seconds = seconds,
+            .reach = reach,
             .workspace =
                 [](const KernelProblem& p) {
                   return sizes_of(p, Set::kLanes).value_or(Sizes{}).total_bytes;

@@ -54,9 +54,8 @@ Acceptance machine_has() {
 
 std::int64_t workspace(const KernelProblem& problem) { return forward_bf16::workspace(problem); }
 
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-  return predicted_seconds(problem, Pipeline::fused, spec,
-                           {.compute = 0.15, .bandwidth = 0.8, .fixed_seconds = 4e-6});
+Reach reach(const KernelProblem&, const DeviceSpec&) {
+  return {.compute = 0.15, .bandwidth = 0.8, .fixed_seconds = 4e-6};
 }
 
 Status forward(const ForwardCall& call) {
@@ -76,7 +75,7 @@ std::span<const KernelEntry> entries_forward_amx_bf16() {
       .accepts_text = "bf16, every layout, mask, softcap and group; head_dim contiguous",
       .machine_has = forward_amx::machine_has,
       .accepts = forward_bf16::accepts,
-      .seconds = forward_amx::seconds,
+      .reach = forward_amx::reach,
       .workspace = forward_amx::workspace,
       .forward = forward_amx::forward}};
   return kEntries;

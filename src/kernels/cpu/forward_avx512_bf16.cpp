@@ -52,12 +52,11 @@ Acceptance machine_has() {
 std::int64_t workspace(const KernelProblem& problem) { return forward_bf16::workspace(problem); }
 
 /// Not measured yet: 45% of what two dot products of pairs for every f32 multiply-add would give.
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+Reach reach(const KernelProblem&, const DeviceSpec& spec) {
   const Result<double> f32 = spec.peak(DType::f32);
   const Result<double> bf16 = spec.peak(DType::bf16);
   const double of_peak = f32 && bf16 && *bf16 > 2 * *f32 ? 2 * *f32 / *bf16 : 1;
-  return predicted_seconds(problem, Pipeline::fused, spec,
-                           {.compute = 0.45 * of_peak, .bandwidth = 0.8, .fixed_seconds = 4e-6});
+  return {.compute = 0.45 * of_peak, .bandwidth = 0.8, .fixed_seconds = 4e-6};
 }
 
 Status forward(const ForwardCall& call) {
@@ -77,7 +76,7 @@ std::span<const KernelEntry> entries_forward_avx512_bf16() {
       .accepts_text = "bf16, every layout, mask, softcap and group; head_dim contiguous",
       .machine_has = forward_avx512_bf16::machine_has,
       .accepts = forward_bf16::accepts,
-      .seconds = forward_avx512_bf16::seconds,
+      .reach = forward_avx512_bf16::reach,
       .workspace = forward_avx512_bf16::workspace,
       .forward = forward_avx512_bf16::forward}};
   return kEntries;

@@ -120,8 +120,8 @@ Acceptance accepts(const KernelProblem& problem) {
 
 // Scalar f64 with a conversion per operand: about 2e8 score-element multiply-adds a second and
 // core, measured on a Zen 3 core. No model of it is needed beyond "far behind".
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-  return predicted_seconds(problem, Pipeline::fused, spec, {.compute = 0.005, .bandwidth = 0.5});
+Reach reach(const KernelProblem&, const DeviceSpec&) {
+  return {.compute = 0.005, .bandwidth = 0.5};
 }
 
 std::int64_t workspace(const KernelProblem& problem) {
@@ -141,7 +141,7 @@ std::span<const KernelEntry> entries_forward_reference() {
                                   "only when forced",
                   .machine_has = machine_has,
                   .accepts = accepts,
-                  .seconds = seconds,
+                  .reach = reach,
                   .workspace = workspace,
                   .forward = forward,
                   .only_when_forced = true,

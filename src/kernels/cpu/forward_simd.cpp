@@ -122,10 +122,9 @@ struct Entry {
                ? Acceptance::accept()
                : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
   }
-  static double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
+  static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
     constexpr double kMeasured = 0.8;
-    return predicted_seconds(problem, Pipeline::fused, spec,
-                             cpu::simd_reach(problem, spec, Set::kBlocking, kMeasured));
+    return cpu::simd_reach(problem, spec, Set::kBlocking, kMeasured);
   }
   static KernelEntry entry() {
     return {.name = Set::kName,
@@ -136,7 +135,7 @@ struct Entry {
             .accepts_text = "every layout, mask, softcap and group; head_dim contiguous",
             .machine_has = machine_has,
             .accepts = accepts,
-            .seconds = seconds,
+            .reach = reach,
             .workspace = workspace,
             .forward = forward};
   }

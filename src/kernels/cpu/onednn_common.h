@@ -225,10 +225,7 @@ KernelEntry materialised_entry(std::string_view name, Status (*forward)(const Fo
               "every layout, mask, softcap, group and stride; the workspace holds the scores",
           .machine_has = [] { return Acceptance::accept(); },
           .accepts = [](const KernelProblem& p) { return accepts_materialised(p, kRowBlock); },
-          .seconds =
-              [](const KernelProblem& p, const DeviceSpec& spec) {
-                return predicted_seconds(p, kPipeline, spec, materialised_reach(p, spec));
-              },
+          .reach = materialised_reach,
           .workspace =
               [](const KernelProblem& p) {
                 const auto sizes = materialised_sizes(p, kRowBlock);

@@ -88,9 +88,8 @@ std::int64_t workspace(const KernelProblem& problem) {
   return draws_tiles(problem.attention) ? kCounterBytes : 0;
 }
 
-double seconds(const KernelProblem& problem, const DeviceSpec& spec) {
-  return predicted_seconds(problem, Pipeline::fused, spec,
-                           {.compute = 0.6, .bandwidth = 0.8, .fixed_seconds = 5e-6});
+Reach reach(const KernelProblem&, const DeviceSpec&) {
+  return {.compute = 0.6, .bandwidth = 0.8, .fixed_seconds = 5e-6};
 }
 
 cuda::DeviceIndices indices(const IndexView& view) { return {view.data, view.dtype == DType::i64}; }
@@ -212,7 +211,7 @@ std::span<const KernelEntry> entries_forward_sm90() {
                       "every mask, softcap, seqused_kv; strides multiples of 8 elements",
       .machine_has = machine_has,
       .accepts = accepts,
-      .seconds = seconds,
+      .reach = reach,
       .workspace = workspace,
       .forward = forward}};
   return kEntries;
