@@ -21,7 +21,7 @@
 
 #if HWY_ONCE
 #include "hwy/targets.h"
-#include "kernels/cpu/simd_reach.h"
+#include "kernels/cpu/simd_sets.h"
 
 namespace rafter {
 namespace backward_simd {
@@ -29,8 +29,8 @@ namespace {
 
 Acceptance accepts(const KernelProblem& problem) {
   const AttentionProblem& p = problem.attention;
-  if (p.dtype != DType::f32 && p.dtype != DType::bf16 && p.dtype != DType::f16) {
-    return Acceptance::refuse(std::string(to_string(p.dtype)) + " is not among f32, bf16, f16");
+  if (Acceptance dtype = cpu::accepts_float(p.dtype); !dtype.yes) {
+    return dtype;
   }
   constexpr std::int64_t kWidestRow = (256 + 16) * sizeof(float);
   const std::int64_t batch = p.layout == Layout::packed ? 1 : p.batch;
@@ -57,11 +57,6 @@ struct Entry {
     run_backward(Run(call, layout_of(call.problem)), Set::functions());
     return Status::ok();
   }
-  static Acceptance machine_has() {
-    return (cpu::machine_targets() & Set::kTarget) != 0
-               ? Acceptance::accept()
-               : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
-  }
   static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
     constexpr double kMeasured = 0.8;
     return cpu::simd_reach(problem, spec, Set::kBlocking.products, kMeasured);
@@ -73,7 +68,7 @@ struct Entry {
             .instruction_set = Set::kInstructionSet,
             .dtypes = {DType::f32, DType::bf16, DType::f16},
             .accepts_text = "dense and packed, every mask, softcap and group; head_dim contiguous",
-            .machine_has = machine_has,
+            .machine_has = cpu::machine_has<Set>,
             .accepts = accepts,
             .reach = reach,
             .workspace = workspace,
@@ -81,32 +76,23 @@ struct Entry {
   }
 };
 
-struct Portable {
+struct Portable : cpu::PortableSet {
   static constexpr std::string_view kName = "backward_simd_portable";
-  static constexpr std::string_view kInstructionSet = "portable";
-  static constexpr const char* kNeeds = "baseline instructions";
-  static constexpr std::int64_t kTarget = HWY_STATIC_TARGET;
   static constexpr tiles::SimdBackwardBlocking kBlocking = HWY_NAMESPACE::kBackward;
   static Functions functions() { return HWY_STATIC_DISPATCH(functions)(); }
 };
 
 #if HWY_TARGETS & HWY_AVX2
-struct Avx2 {
+struct Avx2 : cpu::Avx2Set {
   static constexpr std::string_view kName = "backward_simd_avx2";
-  static constexpr std::string_view kInstructionSet = "avx2";
-  static constexpr const char* kNeeds = "AVX2 with FMA and F16C";
-  static constexpr std::int64_t kTarget = HWY_AVX2;
   static constexpr tiles::SimdBackwardBlocking kBlocking = tiles::kBackwardAvx2;
   static Functions functions() { return N_AVX2::functions(); }
 };
 #endif
 
 #if HWY_TARGETS & HWY_AVX3
-struct Avx512 {
+struct Avx512 : cpu::Avx512Set {
   static constexpr std::string_view kName = "backward_simd_avx512";
-  static constexpr std::string_view kInstructionSet = "avx512";
-  static constexpr const char* kNeeds = "AVX-512 (F, VL, DQ, BW)";
-  static constexpr std::int64_t kTarget = HWY_AVX3;
   static constexpr tiles::SimdBackwardBlocking kBlocking = tiles::kBackwardAvx512;
   static Functions functions() { return N_AVX3::functions(); }
 };

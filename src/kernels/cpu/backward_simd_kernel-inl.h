@@ -12,16 +12,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/backward_simd_task.h"
 #include "kernels/cpu/forward_tasks.h"
 #include "kernels/cpu/simd_products-inl.h"
-
-#if defined(__clang__)
-#define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define RAFTER_UNROLL _Pragma("GCC unroll 32")
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace rafter::backward_simd {
@@ -594,7 +589,5 @@ Functions functions() { return {prepare_rows, run_task}; }
 }  // namespace HWY_NAMESPACE
 }  // namespace rafter::backward_simd
 HWY_AFTER_NAMESPACE();
-
-#undef RAFTER_UNROLL
 
 #endif  // per target

@@ -27,7 +27,7 @@
 #include "base/checked.h"
 #include "hwy/targets.h"
 #include "kernels/cpu/decode_simd_task.h"
-#include "kernels/cpu/simd_reach.h"
+#include "kernels/cpu/simd_sets.h"
 #include "tiles/forward_simd.h"
 
 namespace rafter {
@@ -156,8 +156,8 @@ Status forward(const ForwardCall& call, std::int64_t lanes, const Functions& fun
 
 Acceptance accepts(const KernelProblem& problem, std::int64_t lanes) {
   const AttentionProblem& p = problem.attention;
-  if (p.dtype != DType::f32 && p.dtype != DType::bf16 && p.dtype != DType::f16) {
-    return Acceptance::refuse(std::string(to_string(p.dtype)) + " is not among f32, bf16, f16");
+  if (Acceptance dtype = cpu::accepts_float(p.dtype); !dtype.yes) {
+    return dtype;
   }
   if (!sizes_of(problem, lanes)) {
     return Acceptance::refuse("the partial results would need 2^60 bytes or more");
@@ -181,11 +181,6 @@ Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
 /// One instruction set: its vectors, its code, and what it reaches of a machine.
 template <typename Set>
 struct Entry {
-  static Acceptance machine_has() {
-    return (cpu::machine_targets() & Set::kTarget) != 0
-               ? Acceptance::accept()
-               : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
-  }
   static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
     return reach_of(problem, spec, Set::kBlocking);
   }
@@ -198,7 +193,7 @@ struct Entry {
             .accepts_text =
                 "every layout, mask, softcap and group; head_dim contiguous; k and v also in "
                 "int8; splits the keys of up to 64 new tokens",
-            .machine_has = machine_has,
+            .machine_has = cpu::machine_has<Set>,
             .accepts = [](const KernelProblem& p) { return accepts(p, Set::kLanes); },
             .reach = reach,
             .workspace =
@@ -215,22 +210,16 @@ struct Entry {
   }
 };
 
-struct Portable {
+struct Portable : cpu::PortableSet {
   static constexpr std::string_view kName = "decode_simd_portable";
-  static constexpr std::string_view kInstructionSet = "portable";
-  static constexpr const char* kNeeds = "baseline instructions";
-  static constexpr std::int64_t kTarget = HWY_STATIC_TARGET;
   static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdPortable;
   static constexpr std::int64_t kLanes = kBlocking.lanes;
   static Functions functions(DType dtype) { return HWY_STATIC_DISPATCH(functions)(dtype); }
 };
 
 #if HWY_TARGETS & HWY_AVX2
-struct Avx2 {
+struct Avx2 : cpu::Avx2Set {
   static constexpr std::string_view kName = "decode_simd_avx2";
-  static constexpr std::string_view kInstructionSet = "avx2";
-  static constexpr const char* kNeeds = "AVX2 with FMA and F16C";
-  static constexpr std::int64_t kTarget = HWY_AVX2;
   static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx2;
   static constexpr std::int64_t kLanes = kBlocking.lanes;
   static Functions functions(DType dtype) { return N_AVX2::functions(dtype); }
@@ -238,11 +227,8 @@ struct Avx2 {
 #endif
 
 #if HWY_TARGETS & HWY_AVX3
-struct Avx512 {
+struct Avx512 : cpu::Avx512Set {
   static constexpr std::string_view kName = "decode_simd_avx512";
-  static constexpr std::string_view kInstructionSet = "avx512";
-  static constexpr const char* kNeeds = "AVX-512 (F, VL, DQ, BW)";
-  static constexpr std::int64_t kTarget = HWY_AVX3;
   static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx512;
   static constexpr std::int64_t kLanes = kBlocking.lanes;
   static Functions functions(DType dtype) { return N_AVX3::functions(dtype); }

@@ -13,15 +13,10 @@
 #include <cmath>
 #include <limits>
 
+#include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/decode_simd_task.h"
 #include "kernels/cpu/forward_simd_math-inl.h"
-
-#if defined(__clang__)
-#define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define RAFTER_UNROLL _Pragma("GCC unroll 32")
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace rafter::decode_simd {
@@ -758,7 +753,5 @@ Functions functions(DType kv_dtype) {
 }  // namespace HWY_NAMESPACE
 }  // namespace rafter::decode_simd
 HWY_AFTER_NAMESPACE();
-
-#undef RAFTER_UNROLL
 
 #endif  // per target

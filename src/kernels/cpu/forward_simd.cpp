@@ -21,18 +21,14 @@
 #include "hwy/targets.h"
 #include "kernels/cpu/forward_tasks.h"
 #include "kernels/cpu/packed_waves.h"
-#include "kernels/cpu/simd_reach.h"
+#include "kernels/cpu/simd_sets.h"
 
 namespace rafter {
 namespace forward_simd {
 namespace {
 
 Acceptance accepts(const KernelProblem& problem) {
-  const DType dtype = problem.attention.dtype;
-  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
-    return Acceptance::refuse(std::string(to_string(dtype)) + " is not among f32, bf16, f16");
-  }
-  return Acceptance::accept();
+  return cpu::accepts_float(problem.attention.dtype);
 }
 
 tiles::SimdLayout layout_of(const KernelProblem& problem, const tiles::SimdBlocking& blocking) {
@@ -117,11 +113,6 @@ struct Entry {
         });
     return Status::ok();
   }
-  static Acceptance machine_has() {
-    return (cpu::machine_targets() & Set::kTarget) != 0
-               ? Acceptance::accept()
-               : Acceptance::refuse(std::string("this CPU has no ") + Set::kNeeds);
-  }
   static Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
     constexpr double kMeasured = 0.8;
     return cpu::simd_reach(problem, spec, Set::kBlocking, kMeasured);
@@ -133,7 +124,7 @@ struct Entry {
             .instruction_set = Set::kInstructionSet,
             .dtypes = {DType::f32, DType::bf16, DType::f16},
             .accepts_text = "every layout, mask, softcap and group; head_dim contiguous",
-            .machine_has = machine_has,
+            .machine_has = cpu::machine_has<Set>,
             .accepts = accepts,
             .reach = reach,
             .workspace = workspace,
@@ -141,32 +132,23 @@ struct Entry {
   }
 };
 
-struct Portable {
+struct Portable : cpu::PortableSet {
   static constexpr std::string_view kName = "forward_simd_portable";
-  static constexpr std::string_view kInstructionSet = "portable";
-  static constexpr const char* kNeeds = "baseline instructions";
-  static constexpr std::int64_t kTarget = HWY_STATIC_TARGET;
   static constexpr tiles::SimdBlocking kBlocking = HWY_NAMESPACE::kBlocking;
   static Functions functions(DType dtype) { return HWY_STATIC_DISPATCH(functions_of)(dtype); }
 };
 
 #if HWY_TARGETS & HWY_AVX2
-struct Avx2 {
+struct Avx2 : cpu::Avx2Set {
   static constexpr std::string_view kName = "forward_simd_avx2";
-  static constexpr std::string_view kInstructionSet = "avx2";
-  static constexpr const char* kNeeds = "AVX2 with FMA and F16C";
-  static constexpr std::int64_t kTarget = HWY_AVX2;
   static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx2;
   static Functions functions(DType dtype) { return N_AVX2::functions_of(dtype); }
 };
 #endif
 
 #if HWY_TARGETS & HWY_AVX3
-struct Avx512 {
+struct Avx512 : cpu::Avx512Set {
   static constexpr std::string_view kName = "forward_simd_avx512";
-  static constexpr std::string_view kInstructionSet = "avx512";
-  static constexpr const char* kNeeds = "AVX-512 (F, VL, DQ, BW)";
-  static constexpr std::int64_t kTarget = HWY_AVX3;
   static constexpr tiles::SimdBlocking kBlocking = tiles::kSimdAvx512;
   static Functions functions(DType dtype) { return N_AVX3::functions_of(dtype); }
 };

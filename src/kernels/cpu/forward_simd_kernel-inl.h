@@ -11,17 +11,12 @@
 
 #include <algorithm>
 
+#include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/forward_simd_math-inl.h"
 #include "kernels/cpu/forward_simd_task.h"
 #include "kernels/cpu/forward_tasks.h"
 #include "kernels/cpu/simd_products-inl.h"
-
-#if defined(__clang__)
-#define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define RAFTER_UNROLL _Pragma("GCC unroll 32")
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace rafter::forward_simd {
@@ -412,7 +407,5 @@ Functions functions_of(DType dtype) {
 }  // namespace HWY_NAMESPACE
 }  // namespace rafter::forward_simd
 HWY_AFTER_NAMESPACE();
-
-#undef RAFTER_UNROLL
 
 #endif  // per target

@@ -12,14 +12,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/forward_simd_math-inl.h"
-
-#if defined(__clang__)
-#define RAFTER_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define RAFTER_UNROLL _Pragma("GCC unroll 32")
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace rafter::forward_simd {
@@ -172,7 +167,5 @@ inline void store_row(const float* row, std::int64_t count, const TensorView& vi
 }  // namespace HWY_NAMESPACE
 }  // namespace rafter::forward_simd
 HWY_AFTER_NAMESPACE();
-
-#undef RAFTER_UNROLL
 
 #endif  // per target
