@@ -158,6 +158,10 @@ Result<Array> convert(const Array& from, DType to, const std::string& label) {
   return result;
 }
 
+double unit_roundoff(DType dtype) {
+  return dtype == DType::f32 ? 0x1p-24 : dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
+}
+
 Result<std::shared_ptr<const ByteSource>> open_source(const std::string& path,
                                                       const std::string& flag) {
   const std::string label = flag.empty() ? one_line(path) : flag + " " + one_line(path);

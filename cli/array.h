@@ -50,6 +50,10 @@ Result<Array> allocate_array(DType dtype, std::vector<std::int64_t> shape,
 /// dtype already.
 Result<Array> convert(const Array& from, DType to, const std::string& label);
 
+/// The largest relative error of rounding a normal number to f32, f16 or bf16: 2⁻ᵖ with p
+/// significant bits.
+double unit_roundoff(DType dtype);
+
 /// Bytes at rest: a file, or memory in tests and fuzzers. `label` begins every error.
 class ByteSource {
  public:

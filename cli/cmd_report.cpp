@@ -183,7 +183,7 @@ double rounding_bound(const Qkv& data, DType dtype) {
   const Norms v = norms_of(value_or_fail(convert(data.v, DType::f32, "v")));
   const auto head_dim = static_cast<double>(data.q.shape[3]);
   const auto keys = static_cast<double>(data.k.shape[1]);
-  const double epsilon = std::exp2(-24), u = dtype == DType::f32 ? epsilon : std::exp2(-9);
+  const double epsilon = unit_roundoff(DType::f32), u = unit_roundoff(dtype);
   const double score = q.largest_row * k.largest_row / std::sqrt(head_dim);
   const double shift = std::expm1(2 * (u + head_dim * epsilon) * score);
   return v.largest * (shift + 2 * u + keys * epsilon);

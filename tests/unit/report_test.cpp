@@ -4,11 +4,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <regex>
 
+#include "cli/array.h"
 #include "cli/report_data.h"
 
 namespace rafter::cli {
@@ -61,6 +64,27 @@ std::size_t count_of(std::string_view text, std::string_view what) {
     ++count;
   }
   return count;
+}
+
+// What the report's bound of the unfused pipeline rests on, from what rounding does to a binade.
+TEST(Report, UnitRoundoffIsTheWorstThatRoundingDoes) {
+  constexpr std::int64_t kSteps = 1 << 14;
+  Array exact = *allocate_array(DType::f32, {kSteps}, "x");
+  std::vector<float> values(kSteps), rounded(kSteps);
+  for (std::int64_t i = 0; i < kSteps; ++i) {
+    values[static_cast<std::size_t>(i)] = 1 + static_cast<float>(i) / kSteps;
+  }
+  std::memcpy(exact.data.get(), values.data(), sizeof(float) * kSteps);
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    const Array back = *convert(*convert(exact, dtype, "x"), DType::f32, "x");
+    std::memcpy(rounded.data(), back.data.get(), sizeof(float) * kSteps);
+    double worst = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      worst = std::max(worst, std::abs(double{rounded[i]} - values[i]) / values[i]);
+    }
+    EXPECT_LE(worst, unit_roundoff(dtype)) << to_string(dtype);
+    EXPECT_GT(worst, 0.99 * unit_roundoff(dtype)) << to_string(dtype);
+  }
 }
 
 TEST(ReportPage, TheSameJsonGivesTheSameBytes) {
