@@ -84,6 +84,7 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   state->problem.attention = *std::move(completed);
   state->problem.threads = options.threads > 0 ? options.threads : omp_get_max_threads();
   state->problem.splits = options.splits;
+  state->problem.device_index = device.index;
   Result<dispatch::Choice> choice = dispatch::choose(state->problem, device.kind, options, **spec);
   if (!choice) {
     return choice.status();

@@ -18,6 +18,7 @@ struct KernelProblem {
   AttentionProblem attention;  // heads_kv, head_dim_v and softmax_scale are set
   int threads = 1;
   std::int64_t splits = 0;
+  int device_index = 0;  // CUDA: which of this machine's devices
 };
 
 /// Everything a run needs: checked views and a workspace of at least workspace() bytes, 64-byte

@@ -6,20 +6,10 @@
 namespace rafter::cuda {
 namespace {
 
-Status to_status(cudaError_t code, const char* what) {
-  if (code == cudaSuccess) {
-    return Status::ok();
-  }
-  return Status::device_error(
-      what, fmt::format("{} ({})", cudaGetErrorName(code), cudaGetErrorString(code)));
-}
+Status to_status(cudaError_t code, const char* what) { return status_of(code, what); }
 
-Result<int> attribute(cudaDeviceAttr which, const char* name) {
-  int device = 0;
+Result<int> attribute(cudaDeviceAttr which, const char* name, int device) {
   int value = 0;
-  if (Status status = to_status(cudaGetDevice(&device), "current device"); !status) {
-    return status;
-  }
   if (Status status = to_status(cudaDeviceGetAttribute(&value, which, device), name); !status) {
     return status;
   }
@@ -27,6 +17,30 @@ Result<int> attribute(cudaDeviceAttr which, const char* name) {
 }
 
 }  // namespace
+
+Status status_of(int cuda_error, const char* what) {
+  const auto code = static_cast<cudaError_t>(cuda_error);
+  if (code == cudaSuccess) {
+    return Status::ok();
+  }
+  (void)cudaGetLastError();  // the failure is reported here, not to the next caller
+  return Status::device_error(
+      what, fmt::format("{} ({})", cudaGetErrorName(code), cudaGetErrorString(code)));
+}
+
+DeviceScope::DeviceScope(int index) {
+  status_ = to_status(cudaGetDevice(&before_), "current device");
+  if (status_ && before_ != index) {
+    status_ = to_status(cudaSetDevice(index), "device");
+    changed_ = status_.is_ok();
+  }
+}
+
+DeviceScope::~DeviceScope() {
+  if (changed_) {
+    (void)cudaSetDevice(before_);
+  }
+}
 
 Status launch(const void* kernel, const LaunchShape& shape, void** arguments) {
   if (shape.blocks == 0) {
@@ -52,17 +66,35 @@ Status clear(void* data, std::int64_t bytes, void* stream) {
       "clearing the workspace");
 }
 
-Result<int> sm_count() { return attribute(cudaDevAttrMultiProcessorCount, "sm count"); }
+Result<int> sm_count() {
+  int device = 0;
+  if (Status status = to_status(cudaGetDevice(&device), "current device"); !status) {
+    return status;
+  }
+  return attribute(cudaDevAttrMultiProcessorCount, "sm count", device);
+}
 
-std::string why_not_sm90() {
+std::string why_no_device(int index) {
   int count = 0;
   if (const cudaError_t code = cudaGetDeviceCount(&count); code != cudaSuccess || count == 0) {
     const char* text = code != cudaSuccess ? cudaGetErrorString(code) : "none is visible";
     (void)cudaGetLastError();  // the failure is reported here, not to the next caller
     return fmt::format("no CUDA device ({})", text);
   }
-  const Result<int> major = attribute(cudaDevAttrComputeCapabilityMajor, "compute capability");
-  const Result<int> minor = attribute(cudaDevAttrComputeCapabilityMinor, "compute capability");
+  if (index < 0 || index >= count) {
+    return fmt::format("no CUDA device {} (there {} {})", index, count == 1 ? "is" : "are", count);
+  }
+  return {};
+}
+
+std::string why_not_sm90(int index) {
+  if (std::string reason = why_no_device(index); !reason.empty()) {
+    return reason;
+  }
+  const Result<int> major =
+      attribute(cudaDevAttrComputeCapabilityMajor, "compute capability", index);
+  const Result<int> minor =
+      attribute(cudaDevAttrComputeCapabilityMinor, "compute capability", index);
   if (!major || !minor) {
     return (!major ? major : minor).status().message();
   }

@@ -31,7 +31,7 @@ constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunc
 }};
 
 Acceptance machine_has() {
-  std::string reason = cuda::why_not_sm90();
+  std::string reason = cuda::why_not_sm90(0);
   return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
 }
 
@@ -47,6 +47,13 @@ std::int64_t tiles_of(const AttentionProblem& p) {
   const std::int64_t blocks = p.layout == Layout::packed ? div_up(p.total_q, tile_q) + p.batch
                                                          : p.batch * div_up(p.seqlen_q, tile_q);
   return blocks * p.heads_q;
+}
+
+/// machine_has() has looked at device 0.
+Acceptance accepts_device(const KernelProblem& problem) {
+  std::string reason =
+      problem.device_index == 0 ? std::string() : cuda::why_not_sm90(problem.device_index);
+  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
 }
 
 Acceptance accepts(const KernelProblem& problem) {
@@ -76,7 +83,7 @@ Acceptance accepts(const KernelProblem& problem) {
   if (longest >= cuda::kMaxLength || tiles_of(p) >= cuda::kMaxLength) {
     return Acceptance::refuse("more than 2^29 rows or query tiles");
   }
-  return Acceptance::accept();
+  return accepts_device(problem);
 }
 
 /// Query tiles differ in work or their number is only known on the device: CTAs draw them.
@@ -175,6 +182,10 @@ Status set_inputs(cuda::ForwardParams& params, const ForwardInputs& in, int row)
 
 Status forward(const ForwardCall& call) {
   const AttentionProblem& p = call.problem.attention;
+  const cuda::DeviceScope device(call.problem.device_index);
+  if (!device.status()) {
+    return device.status();
+  }
   const int row = row_of(p);
   cuda::ForwardParams params;
   set_problem(params, p);
