@@ -144,7 +144,8 @@ class Plan {
  public:
   /// O = softmax(softmax_scale · QKᵀ + mask) V, accumulated in f32.
   /// A query row that sees no key gives o = 0 and lse = −∞. Allocates nothing and synchronises
-  /// nothing (only the oneDNN baselines build their products at their first run). Errors:
+  /// nothing (only the oneDNN and cuBLASLt baselines make their products at their first run, which
+  /// is then best not one that a graph captures). Errors:
   /// invalid_argument names the tensor or index that does not fit the problem, the workspace that
   /// is too small, strides with a non-contiguous head_dim, lengths that are negative, decreasing or
   /// beyond capacity. On error nothing is written. On CUDA every pointer (indices and workspace

@@ -1,0 +1,104 @@
+// Device code that the kernels over landed scores share: sequences, masks, conversions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "hw/cuda/wgmma.cuh"
+#include "kernels/cuda/scores.h"
+#include "tiles/key_range.h"
+
+namespace rafter::cuda {
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+using ScoreMask = tiles::BasicMaskWindow<int>;
+
+__device__ inline std::int64_t read_index(const DeviceIndices& indices, std::int64_t i) {
+  return indices.wide ? static_cast<const std::int64_t*>(indices.data)[i]
+                      : static_cast<const std::int32_t*>(indices.data)[i];
+}
+
+/// Lengths beyond the capacity are clamped to it: more would lie outside the workspace.
+__device__ inline int clamp_length(std::int64_t length, int capacity) {
+  return static_cast<int>(length < 0 ? 0 : length < capacity ? length : capacity);
+}
+
+/// One sequence: lengths, and where its rows start (packed; else 0).
+struct ScoreSequence {
+  int seqlen_q, seqlen_kv;
+  std::int64_t row_q, row_kv;
+  std::int64_t batch;  // of the tensors: 0 where rows are packed
+};
+
+__device__ inline ScoreSequence sequence_of(const ScoreProblem& p, std::int64_t b) {
+  ScoreSequence s{p.seqlen_q, p.seqlen_kv, 0, 0, b};
+  if (p.cu_seqlens_q.data != nullptr) {
+    s.row_q = read_index(p.cu_seqlens_q, b);
+    s.row_kv = read_index(p.cu_seqlens_kv, b);
+    s.seqlen_q = clamp_length(read_index(p.cu_seqlens_q, b + 1) - s.row_q, p.seqlen_q);
+    s.seqlen_kv = clamp_length(read_index(p.cu_seqlens_kv, b + 1) - s.row_kv, p.seqlen_kv);
+    s.batch = 0;
+  }
+  if (p.seqused_kv.data != nullptr) {
+    s.seqlen_kv = clamp_length(read_index(p.seqused_kv, b), s.seqlen_kv);
+  }
+  return s;
+}
+
+__device__ inline tiles::PairOrder::Pair pair_at(const ScoreProblem& p, std::int64_t index) {
+  return tiles::PairOrder{p.batch, p.heads_q, p.batch_fastest}.at(index);
+}
+
+__device__ inline ScoreMask mask_of(const ScoreProblem& p, const ScoreSequence& s) {
+  return {p.window_left, p.window_right, p.top_left ? 0 : s.seqlen_kv - s.seqlen_q, s.seqlen_kv};
+}
+
+/// Two packed 16-bit elements as floats, the low one first.
+template <DType kDType>
+__device__ inline float2 unpack(std::uint32_t pair) {
+  if constexpr (kDType == DType::bf16) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  } else {
+    __half2 halves;
+    memcpy(&halves, &pair, sizeof pair);
+    return __half22float2(halves);
+  }
+}
+
+/// Two packed −∞.
+template <DType kDType>
+__device__ constexpr std::uint32_t minus_infinities() {
+  return kDType == DType::bf16 ? 0xff80ff80u : 0xfc00fc00u;
+}
+
+/// softcap · tanh(score / softcap), tanh(x) = 1 − 2 / (e^2x + 1).
+__device__ inline float capped(const ScoreProblem& p, float score) {
+  return p.cap * (1.0f - __fdividef(2.0f, exp2_approx(score * p.cap_exponent) + 1.0f));
+}
+
+/// exp(score − top), in log2 units.
+__device__ inline float weight(float score, float top) {
+  return exp2_approx((score - top) * kLog2E);
+}
+
+/// A maximum that can be subtracted: a row that sees nothing yet has none.
+__device__ inline float finite_top(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+__device__ inline void store_lse(const LseTarget& lse, const ScoreSequence& s, std::int64_t head,
+                                 int row, float value) {
+  if (lse.data != nullptr) {
+    lse.data[s.batch * lse.stride_batch + head * lse.stride_heads +
+             (s.row_q + row) * lse.stride_seqlen] = value;
+  }
+}
+
+/// lse of a row with `keys` visible keys. All scores −∞: NaN, as for any infinity among them.
+__device__ inline float lse_of(int keys, float maximum, float sum) {
+  return keys == 0 ? -INFINITY : sum == 0 ? NAN : maximum + logf(sum);
+}
+/// What a row's weights are multiplied by.
+__device__ inline float inverse_of(int keys, float sum) {
+  return keys == 0 ? 0.0f : sum == 0 ? NAN : 1.0f / sum;
+}
+
+}  // namespace rafter::cuda
