@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "rafter/attention.h"
 #include "rafter/device.h"
 #include "rafter/roofline.h"
 #include "rafter/status.h"
@@ -73,6 +75,63 @@ Result<Timing> time_calls(const Work& work, const StopRule& rule = {});
 Result<std::vector<Timing>> time_alternating(std::span<const Work> candidates,
                                              const StopRule& rule = {});
 
+/// A piece of work that times itself: does it so many times, back to back, and returns the seconds
+/// of all of them together.
+using TimedWork = std::function<Result<double>(std::int64_t calls)>;
+/// time_alternating() on clocks of the work's own.
+Result<std::vector<Timing>> time_alternating(std::span<const TimedWork> candidates,
+                                             const StopRule& rule = {});
+
+// ---- CUDA devices
+
+/// "" when this machine has the device; else why not: "this build has no CUDA", "no CUDA device
+/// (…)".
+std::string why_no_cuda(int index = 0);
+/// What tells the device from every other, as its probe notes it ("gpu_uuid"); "" without one.
+std::string cuda_uuid(int index = 0);
+
+/// Memory of a device, freed with the object. Errors: device_error, also where there is no device.
+class DeviceMemory {
+ public:
+  static Result<DeviceMemory> allocate(const Device& device, std::int64_t bytes);
+  void* data() const { return memory_.get(); }
+  std::int64_t bytes() const { return bytes_; }
+  /// Each waits until it is done; `bytes` from the start, at most all.
+  Status upload(const void* from, std::int64_t bytes) const;
+  Status download(void* to, std::int64_t bytes) const;
+  Status fill(unsigned char byte) const;
+  /// Elements of dtype (f32, bf16, f16), bell-shaped around 0, the same for the same seed.
+  Status fill_random(DType dtype, std::uint32_t seed) const;
+
+ private:
+  Device device_;
+  std::shared_ptr<void> memory_;
+  std::int64_t bytes_ = 0;
+};
+
+/// How work that is queued on a device is timed.
+enum class Queueing : std::uint8_t {
+  stream,  // call after call on the stream: launches are in the time where they are its limit
+  graph,   // the calls captured in one graph, replayed
+};
+
+/// A stream of a device with its clock: a pair of events around what is queued.
+class DeviceClock {
+ public:
+  static Result<DeviceClock> make(const Device& device);
+  Stream stream() const;
+  Status synchronize() const;
+  /// `queue` queues one call on stream(). Steady: calls are back to back. Where the rule that it is
+  /// timed by has flush_bytes, each call is alone: before it so many bytes are read (clean lines)
+  /// and, while that runs, start event, call and stop event are queued: launch latency is not in
+  /// the time. The object must outlive the result.
+  TimedWork timed(Work queue, Queueing queueing, double flush_bytes = 0) const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
 // ---- ceilings of this machine
 
 /// Bandwidth at one working set; a sweep of them shows the levels of the memory hierarchy.
@@ -99,7 +158,7 @@ struct PlateauRule {
 std::vector<Plateau> find_plateaus(std::span<const double> rates, const PlateauRule& rule = {});
 
 struct ProbeOptions {
-  bool quick = false;  // about 5 s in place of about 40 s: shorter samples, fewer sizes
+  bool quick = false;  // shorter samples, fewer sizes: 5 s on a CPU in place of 40
   int threads = 0;     // 0: the OpenMP default
   std::function<void(std::string_view step)> progress = {};
 };
@@ -125,7 +184,11 @@ inline constexpr double kDistrustSpread = 0.5;
 /// Measures the ceilings of this machine's CPU. Errors: device_error when a measurement fails
 /// outright; invalid_argument for a number of threads below 0.
 Result<Probe> probe_cpu(const ProbeOptions& options = {});
-/// Noisy figures and distrust of a spec, by the rule that probe_cpu() applies.
+/// Measures a CUDA device: bandwidth of its memory and L2, products of cuBLASLt per dtype (burst
+/// and sustained), exponentials, launches by stream, by graph node and by graph. `threads` plays no
+/// part. Errors: device_error, also where there is no such device.
+Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options = {});
+/// Noisy figures and distrust of a spec, by the rule that the probes apply.
 std::vector<std::string> noisy_figures(const DeviceSpec& spec);
 std::string distrust_of(const DeviceSpec& spec);
 
@@ -149,6 +212,8 @@ struct WallEvidence {
   Statistics seconds_added_flops;
   double added_flops_ratio = 0;  // modelled FLOPs of that over those of W
   double added_bytes_ratio = 0;  // modelled bytes likewise
+  /// CUDA: W call after call on a stream, and in a graph; n = 0 when not measured.
+  Statistics seconds_stream = {}, seconds_graph = {};
 };
 
 enum class MeasuredWall : std::uint8_t { compute, bandwidth, dispatch, mixed, ambiguous };
@@ -157,12 +222,14 @@ const char* to_string(MeasuredWall wall);
 /// What the evidence says. Elasticity is log2(t(2W) / t(W)): below 0.3 dispatch, above 0.9
 /// throughput, between them mixed. Throughput is compute when added FLOPs add time (exponent
 /// above 0.7 of FLOPs to time), bandwidth when they do not (below 0.3). An interval that reaches
-/// across a limit, or a missing measurement, makes it ambiguous; `reason` says which.
+/// across a limit, or a missing measurement, makes it ambiguous; `reason` says which. Where W was
+/// timed on a stream and in a graph, the launches' share of the stream's time is said as well.
 struct WallVerdict {
   MeasuredWall wall = MeasuredWall::ambiguous;
   double elasticity = 0, elasticity_low = 0, elasticity_high = 0;
   double flop_exponent = 0, flop_exponent_low = 0, flop_exponent_high = 0;
-  bool has_elasticity = false, has_flop_exponent = false;
+  double launch_share = 0;  // (stream − graph) / stream; below 0 where the graph was slower
+  bool has_elasticity = false, has_flop_exponent = false, has_launch_share = false;
   std::string reason;  // one sentence
 };
 WallVerdict judge_wall(const WallEvidence& evidence);

@@ -9,6 +9,7 @@
 #include <thread>
 #include <tuple>
 
+#include "measure/figures.h"
 #include "measure/free_run.h"
 #include "measure/gemm.h"
 #include "measure/loops.h"
@@ -54,23 +55,12 @@ struct Prober {
   // A rate's ceiling is the 90th percentile of its samples; a cost is the median of its own.
   Status measured(const std::string& key, std::span<const double> samples, const char* unit,
                   double at, const std::string& how) {
-    const Result<Statistics> stats = statistics(samples);
-    if (!stats) {
-      return stats.status();
+    const Result<Figure> figure = measure::measured_figure(
+        samples, unit, at, how, fmt::format("{} thread{}", threads, threads == 1 ? "" : "s"));
+    if (!figure) {
+      return figure.status();
     }
-    std::vector<double> sorted(samples.begin(), samples.end());
-    std::sort(sorted.begin(), sorted.end());
-    Figure figure;
-    figure.value = quantile(sorted, at);
-    figure.unit = unit;
-    figure.kind = FigureKind::measured;
-    figure.source = fmt::format("{}; {} of {} samples, {} thread{}", how,
-                                at == 0.5 ? "median" : "90th percentile", stats->n, threads,
-                                threads == 1 ? "" : "s");
-    figure.low = stats->p10;
-    figure.high = stats->p90;
-    figure.samples = stats->n;
-    probe.spec.figures[key] = figure;
+    probe.spec.figures[key] = *figure;
     return Status::ok();
   }
 };
@@ -352,7 +342,9 @@ std::vector<std::string> noisy_figures(const DeviceSpec& spec) {
 }
 
 std::string distrust_of(const DeviceSpec& spec) {
-  for (const char* key : {"bandwidth_bytes_per_s", "peak_f32_flop_per_s"}) {
+  const char* const matmul =
+      spec.kind == Device::Kind::cuda ? "peak_bf16_flop_per_s" : "peak_f32_flop_per_s";
+  for (const char* key : {"bandwidth_bytes_per_s", matmul}) {
     const Figure* figure = spec.find(key);
     if (figure == nullptr) {
       return fmt::format("{} is missing", key);
@@ -375,20 +367,8 @@ Result<Probe> probe_cpu(const ProbeOptions& options) {
       return status;
     }
   }
-  Probe& probe = prober.probe;
-  for (const MissingFigure& missing : probe.missing) {
-    probe.spec.notes["missing_" + missing.key] = missing.reason;
-  }
-  probe.noisy = noisy_figures(probe.spec);
-  std::string names;
-  for (const std::string& key : probe.noisy) {
-    names += (names.empty() ? "" : ", ") + key;
-  }
-  if (!names.empty()) {
-    probe.spec.notes["noisy"] = names;
-  }
-  probe.distrust = distrust_of(probe.spec);
-  return probe;
+  measure::conclude(prober.probe);
+  return std::move(prober.probe);
 }
 
 }  // namespace rafter

@@ -35,18 +35,16 @@ class CacheFlush {
 // Samples of one candidate, and whether they suffice.
 class Sampler {
  public:
-  Sampler(const Work& work, const StopRule& rule) : work_(work), rule_(rule) {}
+  Sampler(const TimedWork& work, const StopRule& rule) : work_(work), rule_(rule) {}
 
   // One untimed call; then, where a call is short, as many a sample as reach min_sample_s.
   Status warm_up() {
     for (;;) {
-      const Clock::time_point start = Clock::now();
-      for (std::int64_t i = 0; i < calls_; ++i) {
-        if (Status status = work_(); !status) {
-          return status;
-        }
+      const Result<double> timed = work_(calls_);
+      if (!timed) {
+        return timed.status();
       }
-      const double spent = seconds_since(start);
+      const double spent = *timed;
       if (rule_.flush_bytes > 0 || spent >= rule_.min_sample_s ||
           calls_ >= (std::int64_t{1} << 30)) {
         return Status::ok();
@@ -58,13 +56,11 @@ class Sampler {
   }
 
   Status sample() {
-    const Clock::time_point start = Clock::now();
-    for (std::int64_t i = 0; i < calls_; ++i) {
-      if (Status status = work_(); !status) {
-        return status;
-      }
+    const Result<double> timed = work_(calls_);
+    if (!timed) {
+      return timed.status();
     }
-    const double spent = seconds_since(start);
+    const double spent = *timed;
     total_s_ += spent;
     samples_.push_back(spent / static_cast<double>(calls_));
     return Status::ok();
@@ -116,7 +112,7 @@ class Sampler {
   static constexpr std::ptrdiff_t kSettledWindow = 16;
   static constexpr double kSettledRange = 0.1;
 
-  const Work& work_;
+  const TimedWork& work_;
   const StopRule& rule_;
   std::int64_t calls_ = 1;
   double total_s_ = 0;
@@ -140,23 +136,41 @@ const char* to_string(Stop stop) {
 
 Result<std::vector<Timing>> time_alternating(std::span<const Work> candidates,
                                              const StopRule& rule) {
+  CacheFlush flush(rule.flush_bytes);
+  std::vector<TimedWork> timed;
+  timed.reserve(candidates.size());
+  for (const Work& work : candidates) {
+    timed.emplace_back([&work, &flush, &rule](std::int64_t calls) -> Result<double> {
+      if (rule.flush_bytes > 0) {
+        flush.run();
+      }
+      const Clock::time_point start = Clock::now();
+      for (std::int64_t i = 0; i < calls; ++i) {
+        if (Status status = work(); !status) {
+          return status;
+        }
+      }
+      return seconds_since(start);
+    });
+  }
+  return time_alternating(std::span<const TimedWork>(timed), rule);
+}
+
+Result<std::vector<Timing>> time_alternating(std::span<const TimedWork> candidates,
+                                             const StopRule& rule) {
   std::vector<Sampler> samplers;
   samplers.reserve(candidates.size());
-  for (const Work& work : candidates) {
+  for (const TimedWork& work : candidates) {
     samplers.emplace_back(work, rule);
     if (Status status = samplers.back().warm_up(); !status) {
       return status;
     }
   }
-  CacheFlush flush(rule.flush_bytes);
   std::vector<bool> done(candidates.size(), false);
   while (std::find(done.begin(), done.end(), false) != done.end()) {
     for (std::size_t i = 0; i < samplers.size(); ++i) {
       if (done[i] && samplers[i].out_of_time()) {
         continue;
-      }
-      if (rule.flush_bytes > 0) {
-        flush.run();
       }
       if (Status status = samplers[i].sample(); !status) {
         return status;
@@ -176,7 +190,7 @@ Result<std::vector<Timing>> time_alternating(std::span<const Work> candidates,
 }
 
 Result<Timing> time_calls(const Work& work, const StopRule& rule) {
-  Result<std::vector<Timing>> timings = time_alternating({&work, 1}, rule);
+  Result<std::vector<Timing>> timings = time_alternating(std::span<const Work>(&work, 1), rule);
   if (!timings) {
     return timings.status();
   }

@@ -28,6 +28,9 @@ bool crosses(const Interval& interval, double limit) {
   return interval.low < limit && interval.high > limit;
 }
 
+/// Below this share of the stream's time, launches explain nothing.
+constexpr double kLaunchesBelow = 0.1;
+
 }  // namespace
 
 const char* to_string(MeasuredWall wall) {
@@ -64,6 +67,11 @@ WallVerdict judge_wall(const WallEvidence& evidence) {
     verdict.flop_exponent_low = x.low;
     verdict.flop_exponent_high = x.high;
   }
+  if (evidence.seconds_stream.n > 0 && evidence.seconds_graph.n > 0 &&
+      evidence.seconds_stream.median > 0) {
+    verdict.has_launch_share = true;
+    verdict.launch_share = 1 - evidence.seconds_graph.median / evidence.seconds_stream.median;
+  }
   if (!verdict.has_elasticity) {
     verdict.reason = "twice the work was not measured";
     return verdict;
@@ -76,6 +84,9 @@ WallVerdict judge_wall(const WallEvidence& evidence) {
   if (e.at < kDispatchBelow) {
     verdict.wall = MeasuredWall::dispatch;
     verdict.reason = "twice the work takes hardly more time";
+    if (verdict.has_launch_share && verdict.launch_share < kLaunchesBelow) {
+      verdict.reason += ", and a graph saves little: it is latency inside the kernel, not launches";
+    }
     return verdict;
   }
   if (e.at < kThroughputAbove) {

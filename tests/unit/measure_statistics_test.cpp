@@ -83,6 +83,23 @@ TEST(Wall, TwiceTheWorkInTheSameTimeIsDispatch) {
   EXPECT_NEAR(v.elasticity, std::log2(1.1), 1e-12);
 }
 
+TEST(Wall, AGraphThatSavesLittleSaysThatLaunchesAreNotTheReason) {
+  WallEvidence evidence;
+  evidence.seconds = around(1, 0.02);
+  evidence.seconds_double = around(1.1, 0.02);
+  EXPECT_FALSE(judge_wall(evidence).has_launch_share);
+  evidence.seconds_stream = around(4, 0.1);
+  evidence.seconds_graph = around(1, 0.1);
+  const WallVerdict launches = judge_wall(evidence);
+  EXPECT_TRUE(launches.has_launch_share);
+  EXPECT_DOUBLE_EQ(launches.launch_share, 0.75);
+  EXPECT_EQ(launches.reason.find("latency"), std::string::npos);
+  evidence.seconds_graph = around(3.9, 0.1);
+  const WallVerdict latency = judge_wall(evidence);
+  EXPECT_EQ(latency.wall, MeasuredWall::dispatch);
+  EXPECT_NE(latency.reason.find("latency"), std::string::npos) << latency.reason;
+}
+
 TEST(Wall, TwiceTheWorkInLessThanTwiceTheTimeIsMixed) {
   EXPECT_EQ(judge_wall({around(1, 0.01), around(1.5, 0.01), {}, 0, 0}).wall, MeasuredWall::mixed);
 }

@@ -112,6 +112,31 @@ TEST(Probe, QuickProbeHasEveryCeilingTheRooflineRestsOnAndSurvivesItsOwnFile) {
   EXPECT_EQ(again->find("launch_s")->samples, probe->spec.find("launch_s")->samples);
 }
 
+TEST(Timing, TakesTheSecondsThatTheWorkItselfSays) {
+  std::int64_t asked = 0;
+  const TimedWork work[] = {
+      [&](std::int64_t calls) -> Result<double> {
+        asked = calls;
+        return 1e-6 * static_cast<double>(calls);
+      },
+      [](std::int64_t calls) -> Result<double> { return 3e-3 * static_cast<double>(calls); }};
+  const StopRule rule{.min_samples = 5, .min_time_s = 0.01, .max_time_s = 1};
+  const auto timings = time_alternating(std::span<const TimedWork>(work), rule);
+  ASSERT_TRUE(timings.is_ok()) << timings.status().message();
+  EXPECT_NEAR((*timings)[0].seconds.median, 1e-6, 1e-12);
+  EXPECT_GE((*timings)[0].calls_per_sample, 100);  // until a sample lasts min_sample_s
+  EXPECT_EQ((*timings)[0].calls_per_sample, asked);
+  EXPECT_NEAR((*timings)[1].seconds.median, 3e-3, 1e-9);
+  EXPECT_EQ((*timings)[1].calls_per_sample, 1);
+}
+
+TEST(Timing, EndsWithTheErrorOfTimedWork) {
+  const TimedWork work = [](std::int64_t) -> Result<double> {
+    return Status::device_error("work", "lost");
+  };
+  EXPECT_EQ(time_alternating(std::span<const TimedWork>(&work, 1)).status().parameter(), "work");
+}
+
 TEST(Probe, RefusesANegativeNumberOfThreads) {
   ProbeOptions options;
   options.threads = -1;

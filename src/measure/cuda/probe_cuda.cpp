@@ -1,0 +1,395 @@
+// The ceilings of a CUDA device, one by one, into a device document.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "hw/cuda/blas.h"
+#include "hw/cuda/launch.h"
+#include "hw/cuda/passes.h"
+#include "hw/cuda/runtime.h"
+#include "measure/figures.h"
+#include "rafter/measure.h"
+
+namespace rafter {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Everything one probe carries from step to step.
+struct Prober {
+  Device device;
+  const ProbeOptions& options;
+  DeviceClock clock;
+  cuda::DeviceProperties properties;
+  Probe probe;
+
+  void step(std::string_view what) const {
+    if (options.progress) {
+      options.progress(what);
+    }
+  }
+  void missing(std::string key, std::string reason) {
+    probe.missing.push_back({std::move(key), std::move(reason)});
+  }
+  void put(const std::string& key, double value, const char* unit, std::string source) {
+    Figure figure;
+    figure.value = value;
+    figure.unit = unit;
+    figure.kind = FigureKind::measured;
+    figure.source = std::move(source);
+    probe.spec.figures[key] = figure;
+  }
+  // A rate's ceiling is the 90th percentile of its samples; a cost is the median of its own.
+  Status measured(const std::string& key, std::span<const double> samples, const char* unit,
+                  double at, const std::string& how) {
+    const Result<Figure> figure = measure::measured_figure(samples, unit, at, how, {});
+    if (!figure) {
+      return figure.status();
+    }
+    probe.spec.figures[key] = *figure;
+    return Status::ok();
+  }
+
+  // Seconds of a call, `samples` times.
+  Result<std::vector<double>> times(const TimedWork& work, std::int64_t calls, int samples) const {
+    std::vector<double> seconds;
+    for (int i = -1; i < samples; ++i) {  // the first is not counted
+      const Result<double> one = work(calls);
+      if (!one) {
+        return one.status();
+      }
+      if (i >= 0) {
+        seconds.push_back(*one / static_cast<double>(calls));
+      }
+    }
+    return seconds;
+  }
+};
+
+Status describe(Prober& prober) {
+  const cuda::DeviceProperties& p = prober.properties;
+  DeviceSpec& spec = prober.probe.spec;
+  spec.kind = Device::Kind::cuda;
+  spec.name = "this-gpu";
+  spec.title = fmt::format("{}, {} SMs", p.name, p.sm_count);
+  for (auto& [key, value] : describe_this_machine()) {
+    spec.notes[key] = value;
+  }
+  spec.notes["gpu"] = p.name;
+  spec.notes["gpu_uuid"] = p.uuid;
+  spec.notes["driver"] = fmt::format("CUDA {}.{}", p.driver / 1000, p.driver % 1000 / 10);
+  spec.notes["runtime"] = fmt::format("CUDA {}.{}", p.runtime / 1000, p.runtime % 1000 / 10);
+  const std::tuple<const char*, double, const char*> figures[] = {
+      {"sm_count", static_cast<double>(p.sm_count), "1"},
+      {"capacity_bytes", static_cast<double>(p.total_bytes), "B"},
+      {"usable_bytes", static_cast<double>(p.free_bytes), "B"},
+      {"l2_bytes", static_cast<double>(p.l2_bytes), "B"},
+      {"fast_memory_bytes", static_cast<double>(p.shared_bytes_per_sm), "B"},
+      {"clock_hz", p.clock_hz, "Hz"}};
+  for (const auto& [key, value, unit] : figures) {
+    if (value > 0) {
+      prober.put(key, value, unit, "the CUDA runtime at the time of the probe");
+    } else {
+      prober.missing(key, "the CUDA runtime does not say");
+    }
+  }
+  return Status::ok();
+}
+
+// Read, write and copy over working sets from a part of the L2 to many times it. Copy counts both
+// ways. The last working set is main memory; the largest rate of those that fit half the L2 is it.
+Status bandwidth(Prober& prober) {
+  prober.step("bandwidth");
+  const double most = prober.options.quick ? 1e9 : 4e9;
+  const std::int64_t largest = static_cast<std::int64_t>(std::min(
+                                   most, 0.2 * static_cast<double>(prober.properties.free_bytes))) /
+                               4096 * 4096;
+  Result<DeviceMemory> from = DeviceMemory::allocate(prober.device, largest);
+  Result<DeviceMemory> to = DeviceMemory::allocate(prober.device, largest);
+  if (!from || !to) {
+    return from ? to.status() : from.status();
+  }
+  if (Status status = from->fill_random(DType::f32, 1); !status) {
+    return status;
+  }
+  void* const stream = prober.clock.stream().handle;
+  const int samples = prober.options.quick ? 20 : 60;
+  std::vector<double> level[3];
+  for (std::int64_t bytes = std::int64_t{4} << 20;; bytes = std::min(2 * bytes, largest)) {
+    const std::int64_t half = bytes / 2 / 16 * 16;  // copy reads one half and writes the other
+    const std::pair<Work, double> passes[] = {
+        {[&] { return cuda::read_pass(from->data(), bytes, stream); }, static_cast<double>(bytes)},
+        {[&] { return cuda::write_pass(to->data(), bytes, stream); }, static_cast<double>(bytes)},
+        {[&] { return cuda::copy_pass(to->data(), from->data(), half, stream); },
+         static_cast<double>(2 * half)}};
+    SweepPoint point;
+    point.bytes_per_thread = static_cast<double>(bytes);
+    Statistics* const kinds[] = {&point.read, &point.write, &point.copy};
+    for (std::size_t kind = 0; kind < 3; ++kind) {
+      const std::int64_t calls = std::clamp<std::int64_t>((std::int64_t{1} << 30) / bytes, 1, 64);
+      const Result<std::vector<double>> seconds =
+          prober.times(prober.clock.timed(passes[kind].first, Queueing::graph), calls, samples);
+      if (!seconds) {
+        return seconds.status();
+      }
+      for (const double one : *seconds) {
+        point.samples[kind].push_back(passes[kind].second / one);
+      }
+      const Result<Statistics> stats = statistics(point.samples[kind]);
+      if (!stats) {
+        return stats.status();
+      }
+      *kinds[kind] = *stats;
+      if (bytes <= prober.properties.l2_bytes / 2 &&
+          (level[kind].empty() ||
+           stats->median > *std::max_element(level[kind].begin(), level[kind].end()))) {
+        level[kind] = point.samples[kind];
+      }
+    }
+    prober.probe.sweep.push_back(std::move(point));
+    if (bytes >= largest) {
+      break;
+    }
+  }
+  const SweepPoint& memory = prober.probe.sweep.back();
+  constexpr const char* kWays[] = {"read", "write", "copy"};
+  for (std::size_t kind = 0; kind < 3; ++kind) {
+    const std::string how = fmt::format("{} of {} bytes, back to back in a graph", kWays[kind],
+                                        static_cast<std::int64_t>(memory.bytes_per_thread));
+    if (Status status = prober.measured(fmt::format("bandwidth_{}_bytes_per_s", kWays[kind]),
+                                        memory.samples[kind], "B/s", 0.9, how);
+        !status) {
+      return status;
+    }
+    if (Status status =
+            prober.measured(fmt::format("bandwidth_l2_{}_bytes_per_s", kWays[kind]), level[kind],
+                            "B/s", 0.9, fmt::format("{} within half the L2", kWays[kind]));
+        !status) {
+      return status;
+    }
+  }
+  DeviceSpec& spec = prober.probe.spec;
+  spec.figures["bandwidth_bytes_per_s"] = spec.figures["bandwidth_copy_bytes_per_s"];
+  spec.figures["bandwidth_l2_bytes_per_s"] = spec.figures["bandwidth_l2_read_bytes_per_s"];
+  return Status::ok();
+}
+
+// n³ products of the library GEMM for `run_s` seconds: FLOP/s of groups of some milliseconds each,
+// with the seconds from the start at which each began.
+struct GemmRun {
+  std::vector<double> rates, starts;
+};
+
+Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, const DeviceMemory& a,
+                         const DeviceMemory& b, const DeviceMemory& c, const DeviceMemory& space,
+                         double run_s) {
+  const Work one = [&] {
+    return cuda::matmul(product, a.data(), b.data(), c.data(), space.data(),
+                        prober.clock.stream().handle);
+  };
+  const TimedWork timed = prober.clock.timed(one, Queueing::stream);
+  const Result<double> first = timed(1);  // makes the handle
+  const Result<double> second = first ? timed(1) : first;
+  if (!second) {
+    return second.status();
+  }
+  constexpr double kGroup_s = 5e-3;
+  const auto calls = static_cast<std::int64_t>(std::clamp(kGroup_s / *second, 1.0, 1000.0));
+  const double n = static_cast<double>(product.n);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the clock recovers
+  GemmRun run;
+  const Clock::time_point start = Clock::now();
+  while (seconds_since(start) < run_s) {
+    run.starts.push_back(seconds_since(start));
+    const Result<double> seconds = timed(calls);
+    if (!seconds) {
+      return seconds.status();
+    }
+    run.rates.push_back(2 * n * n * n * static_cast<double>(calls) / *seconds);
+  }
+  return run;
+}
+
+Status gemm_peak(Prober& prober, const char* name, DType dtype, bool tf32) {
+  prober.step(fmt::format("matrix products, {}", name));
+  const std::int64_t n = dtype == DType::f32 ? 4096 : 8192;
+  const std::int64_t operand = n * n * bits_of(dtype) / 8;
+  Result<DeviceMemory> a = DeviceMemory::allocate(prober.device, operand);
+  Result<DeviceMemory> b = DeviceMemory::allocate(prober.device, operand);
+  Result<DeviceMemory> c = DeviceMemory::allocate(prober.device, 4 * n * n);
+  Result<DeviceMemory> space = DeviceMemory::allocate(prober.device, cuda::kMatmulWorkspaceBytes);
+  for (const Result<DeviceMemory>* memory : {&a, &b, &c, &space}) {
+    if (!*memory) {
+      return memory->status();
+    }
+  }
+  for (const auto& [memory, seed] : {std::pair(&*a, 1U), std::pair(&*b, 2U)}) {
+    if (Status status = memory->fill_random(dtype, seed); !status) {
+      return status;
+    }
+  }
+  const cuda::Matmul product{.dtype = dtype,
+                             .tf32 = tf32,
+                             .b_transposed = true,
+                             .m = n,
+                             .n = n,
+                             .k = n,
+                             .lda = n,
+                             .ldb = n,
+                             .ldc = n};
+  const double run_s = prober.options.quick ? 0.6 : 3;
+  const Result<GemmRun> run = run_gemm(prober, product, *a, *b, *c, *space, run_s);
+  if (!run) {
+    prober.missing(fmt::format("peak_{}_flop_per_s", name), run.status().message());
+    return Status::ok();
+  }
+  constexpr double kBurst_s = 0.1;
+  std::vector<double> burst, sustained;
+  for (std::size_t i = 0; i < run->rates.size(); ++i) {
+    if (run->starts[i] < kBurst_s || burst.size() < 5) {
+      burst.push_back(run->rates[i]);
+    }
+    if (run->starts[i] > run_s / 2 || i + 5 >= run->rates.size()) {
+      sustained.push_back(run->rates[i]);
+    }
+  }
+  const std::string how = fmt::format("cuBLASLt product {}³ of random {}", n, name);
+  const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
+      {"peak", burst, 0.9, how + ", first 0.1 s after a pause: the burst"},
+      {"burst", burst, 0.9, how + ", first 0.1 s after a pause"},
+      {"sustained", sustained, 0.5, fmt::format("{}, second half of {:.1f} s", how, run_s)}};
+  for (const auto& [kind, samples, at, source] : rows) {
+    if (Status status = prober.measured(fmt::format("{}_{}_flop_per_s", kind, name), samples,
+                                        "FLOP/s", at, source);
+        !status) {
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
+Status matmul(Prober& prober) {
+  if (std::string reason = cuda::why_no_cublaslt(); !reason.empty()) {
+    prober.missing("peak_bf16_flop_per_s", reason);
+    return Status::ok();
+  }
+  const std::tuple<const char*, DType, bool> products[] = {
+      {"bf16", DType::bf16, false}, {"f16", DType::f16, false}, {"e4m3", DType::e4m3, false},
+      {"int8", DType::int8, false}, {"tf32", DType::f32, true}, {"f32", DType::f32, false}};
+  for (const auto& [name, dtype, tf32] : products) {
+    if (Status status = gemm_peak(prober, name, dtype, tf32); !status) {
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
+Status exponentials(Prober& prober) {
+  prober.step("exponentials");
+  Result<DeviceMemory> sink = DeviceMemory::allocate(prober.device, 4);
+  if (!sink) {
+    return sink.status();
+  }
+  double count = 0;
+  const Work work = [&]() -> Status {
+    const Result<double> done = cuda::exp_pass(2000, sink->data(), prober.clock.stream().handle);
+    count = done ? *done : 0;
+    return done ? Status::ok() : done.status();
+  };
+  const Result<std::vector<double>> seconds =
+      prober.times(prober.clock.timed(work, Queueing::stream), 4, prober.options.quick ? 20 : 60);
+  if (!seconds) {
+    return seconds.status();
+  }
+  std::vector<double> rates;
+  for (const double one : *seconds) {
+    rates.push_back(count / one);
+  }
+  return prober.measured("exp_per_s", rates, "op/s", 0.9, "ex2.approx on registers, all SMs");
+}
+
+// An empty kernel of one warp, three ways; and a graph as a + b · N.
+Status launches(Prober& prober) {
+  prober.step("launch cost");
+  void* const stream = prober.clock.stream().handle;
+  const Work empty = [stream] { return cuda::empty_launch(stream); };
+  const int samples = prober.options.quick ? 50 : 300;
+  const TimedWork queued = prober.clock.timed(empty, Queueing::stream);
+  const Result<std::vector<double>> back_to_back = prober.times(queued, 200, samples);
+  if (!back_to_back) {
+    return back_to_back.status();
+  }
+  // launch to sync, as the host sees it
+  std::vector<double> synced, submit, node;
+  for (int i = -20; i < samples; ++i) {
+    const Clock::time_point start = Clock::now();
+    if (Status status = empty(); !status) {
+      return status;
+    }
+    if (Status status = prober.clock.synchronize(); !status) {
+      return status;
+    }
+    if (i >= 0) {
+      synced.push_back(seconds_since(start));
+    }
+  }
+  constexpr std::int64_t kFew = 20, kMany = 420;
+  const TimedWork few = prober.clock.timed(empty, Queueing::graph);
+  const TimedWork many = prober.clock.timed(empty, Queueing::graph);
+  for (int i = -5; i < samples; ++i) {
+    const Result<double> a = few(kFew);
+    const Result<double> b = a ? many(kMany) : a;
+    if (!b) {
+      return b.status();
+    }
+    if (i >= 0) {
+      const double slope = (*b - *a) / static_cast<double>(kMany - kFew);
+      node.push_back(std::max(slope, 0.0));
+      submit.push_back(std::max(*a - slope * static_cast<double>(kFew), 0.0));
+    }
+  }
+  const std::tuple<const char*, std::span<const double>, const char*> rows[] = {
+      {"launch_s", *back_to_back, "an empty kernel, 200 launches back to back on a stream"},
+      {"launch_sync_s", synced, "an empty kernel and the wait for it, on the host's clock"},
+      {"graph_launch_s", node, "an empty kernel as a graph node: b of a + b · N"},
+      {"graph_submit_s", submit, "a graph of empty kernels: a of a + b · N, between events"}};
+  for (const auto& [key, taken, how] : rows) {
+    if (Status status = prober.measured(key, taken, "s", 0.5, how); !status) {
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options) {
+  if (std::string reason = why_no_cuda(device.index); !reason.empty()) {
+    return Status::device_error("device", reason);
+  }
+  const cuda::DeviceScope scope(device.index);
+  Result<DeviceClock> clock = DeviceClock::make(device);
+  Result<cuda::DeviceProperties> properties = cuda::properties();
+  if (!clock || !properties) {
+    return clock ? properties.status() : clock.status();
+  }
+  Prober prober{device, options, *clock, *properties, {}};
+  for (Status (*step)(Prober&) : {describe, bandwidth, matmul, exponentials, launches}) {
+    if (Status status = step(prober); !status) {
+      return status;
+    }
+  }
+  measure::conclude(prober.probe);
+  return std::move(prober.probe);
+}
+
+}  // namespace rafter
