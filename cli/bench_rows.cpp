@@ -107,7 +107,7 @@ Json record_json(const BenchRow& row, const DeviceSpec& spec) {
   }
   json["device"] = spec.name;
   json["cpu"] = note_of(spec, "cpu").empty() ? now_of("cpu") : note_of(spec, "cpu");
-  json["driver"] = now_of("driver");
+  json["driver"] = note_of(spec, "driver").empty() ? now_of("driver") : note_of(spec, "driver");
   const Figure* clock = spec.find("clock_hz");
   json["clock_hz"] = clock == nullptr ? Json() : number(clock->value);
   json["name"] = row.name();

@@ -14,6 +14,7 @@
 
 #include "cli/array.h"
 #include "cli/quantise.h"
+#include "rafter/measure.h"
 
 namespace rafter::cli {
 namespace {
@@ -163,6 +164,56 @@ bool take(Placed& placed, const std::vector<std::int64_t>& lengths, std::int64_t
                });
   return all_poison(placed.memory, poison);
 }
+
+// ---- the device's copy
+
+/// What a run reads and writes, where its device reaches it: on the CPU the memory itself.
+class Stage {
+ public:
+  explicit Stage(const Device& device) : device_(device) {}
+
+  /// Memory that holds a copy of those bytes, or the bytes themselves; null after an error.
+  void* lend(const void* from, std::size_t bytes) {
+    if (device_.kind == Device::Kind::cpu) {
+      return const_cast<void*>(from);
+    }
+    const auto size = static_cast<std::int64_t>(bytes);
+    Result<DeviceMemory> memory = DeviceMemory::allocate(device_, size);
+    Status status = memory ? memory->upload(from, size) : memory.status();
+    if (!status) {
+      status_ = status;
+      return nullptr;
+    }
+    copies_.push_back({from, *std::move(memory)});
+    return copies_.back().memory.data();
+  }
+  TensorView view(const Placed& placed) {
+    TensorView view = placed.view;
+    const auto offset = static_cast<std::byte*>(view.data) - placed.memory.data();
+    auto* const base = static_cast<std::byte*>(lend(placed.memory.data(), placed.memory.size()));
+    view.data = base == nullptr ? nullptr : base + offset;
+    return view;
+  }
+  /// What the run has written comes back.
+  Status fetch(Placed& placed) const {
+    for (const Copy& copy : copies_) {
+      if (copy.from == placed.memory.data()) {
+        return copy.memory.download(placed.memory.data(), copy.memory.bytes());
+      }
+    }
+    return Status::ok();
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  struct Copy {
+    const void* from;
+    DeviceMemory memory;
+  };
+  Device device_;
+  Status status_;
+  std::vector<Copy> copies_;
+};
 
 // ---- the computation in three steps
 
@@ -444,7 +495,7 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
                             const CaseRun& run) {
   const AttentionProblem p = sized_problem(c, dtype);
   const Result<Plan> planned =
-      plan(p, Device::cpu(), {.kernel = run.kernel, .threads = run.threads, .splits = c.splits});
+      plan(p, run.device, {.kernel = run.kernel, .threads = run.threads, .splits = c.splits});
   if (!planned) {
     return planned.status();
   }
@@ -491,33 +542,42 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
     each_element(c.lengths_kv, p.heads_kv, 1, key, write(v_scale, values.v_scale));
   }
 
-  const auto indices = [](bool wanted, const std::vector<std::int64_t>& from, std::int64_t cols) {
-    return wanted ? IndexView{from.data(), DType::i64, static_cast<std::int64_t>(from.size()), cols}
+  Stage stage(run.device);
+  const auto indices = [&stage](bool wanted, const std::vector<std::int64_t>& from,
+                                std::int64_t cols) {
+    return wanted ? IndexView{stage.lend(from.data(), from.size() * sizeof from[0]), DType::i64,
+                              static_cast<std::int64_t>(from.size()), cols}
                   : IndexView{};
   };
-  const Result<Array> workspace =
-      allocate_array(DType::int8, {planned->workspace_bytes()}, "workspace");
-  if (!workspace) {
-    return workspace.status();
+  const Result<Array> room = allocate_array(DType::int8, {planned->workspace_bytes()}, "workspace");
+  if (!room) {
+    return room.status();
   }
-  std::memset(workspace->data.get(), run.poison, at(planned->workspace_bytes()));
-  const TensorView& l = lse.view;
-  const Status done =
-      planned->forward({.q = q.view,
-                        .k = k.view,
-                        .v = v.view,
-                        .cu_seqlens_q = indices(packed, map.start_q, 0),
-                        .cu_seqlens_kv = indices(packed, map.start_kv, 0),
-                        .seqused_kv = indices(p.seqused_kv, c.lengths_kv, 0),
-                        .page_table = indices(paged, map.pages, map.columns),
-                        .k_scale = kv == DType::int8 ? k_scale.view : TensorView{},
-                        .v_scale = kv == DType::int8 ? v_scale.view : TensorView{}},
-                       {.o = o.view,
-                        .lse = {static_cast<float*>(l.data), l.batch, l.heads, l.seqlen,
-                                l.stride_batch, l.stride_heads, l.stride_seqlen}},
-                       {workspace->data.get(), planned->workspace_bytes()});
-  if (!done) {
+  std::memset(room->data.get(), run.poison, at(planned->workspace_bytes()));
+  TensorView l = stage.view(lse);
+  const ForwardInputs in{.q = stage.view(q),
+                         .k = stage.view(k),
+                         .v = stage.view(v),
+                         .cu_seqlens_q = indices(packed, map.start_q, 0),
+                         .cu_seqlens_kv = indices(packed, map.start_kv, 0),
+                         .seqused_kv = indices(p.seqused_kv, c.lengths_kv, 0),
+                         .page_table = indices(paged, map.pages, map.columns),
+                         .k_scale = kv == DType::int8 ? stage.view(k_scale) : TensorView{},
+                         .v_scale = kv == DType::int8 ? stage.view(v_scale) : TensorView{}};
+  const ForwardOutputs out{.o = stage.view(o),
+                           .lse = {static_cast<float*>(l.data), l.batch, l.heads, l.seqlen,
+                                   l.stride_batch, l.stride_heads, l.stride_seqlen}};
+  void* const workspace = stage.lend(room->data.get(), at(planned->workspace_bytes()));
+  if (!stage.status()) {
+    return stage.status();
+  }
+  if (Status done = planned->forward(in, out, {workspace, planned->workspace_bytes()}); !done) {
     return done;
+  }
+  for (Placed* written : {&o, &lse}) {
+    if (Status fetched = stage.fetch(*written); !fetched) {
+      return fetched;
+    }
   }
   CaseOutput output;
   if (!take(o, c.lengths_q, p.heads_q, p.head_dim_v, query, run.poison, output.o)) {

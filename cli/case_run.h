@@ -38,9 +38,10 @@ struct CaseRun {
   int threads = 0;  // 0: the default
   unsigned char poison =
       0xFF;  // every byte outside the valid region; 0xFF is NaN in f32, f16, bf16
+  Device device = {};
 };
-/// Errors: unsupported when the kernel refuses the case. An element outside the valid region of o
-/// or lse that was written is a device_error.
+/// Errors: unsupported when the kernel refuses the case, invalid_argument when it refuses its
+/// strides. An element outside the valid region of o or lse that was written is a device_error.
 Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValues& values,
                             const CaseRun& run);
 

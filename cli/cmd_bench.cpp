@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <optional>
 
 #include "cli/args.h"
 #include "cli/bench_rows.h"
@@ -23,7 +24,7 @@ struct Common {
   double threshold = 0.95;
   double time_s = 0.3;
   std::int64_t threads = 0;
-  std::vector<DType> dtypes = {DType::f32};
+  std::vector<DType> dtypes = {};  // none given: f32 on a CPU, bf16 on a GPU
 };
 
 struct AttentionAxes {
@@ -60,6 +61,12 @@ struct GemmAxes {
   std::vector<std::int64_t> m = {512, 1024}, n = {}, k = {};
 };
 
+std::vector<DType> dtypes_of(const Common& common, const Device& device) {
+  return !common.dtypes.empty()              ? common.dtypes
+         : device.kind == Device::Kind::cuda ? std::vector{DType::bf16}
+                                             : std::vector{DType::f32};
+}
+
 StopRule rule_of(const Common& common) {
   StopRule rule;
   rule.min_time_s = common.time_s;
@@ -68,11 +75,14 @@ StopRule rule_of(const Common& common) {
 }
 
 void add_common(CLI::App& command, Common& common, Context& context) {
-  add_dtypes(command, "--dtype", common.dtypes, "element types");
+  add_dtypes(
+      command, "--dtype", common.dtypes,
+      common.dtypes.empty() ? "element types (default: f32, on a GPU bf16)" : "element types");
   add_length(command, "--threads", common.threads, "threads (0: all cores)", {0, 4096});
   add_real(command, "--time", common.time_s, "least seconds of samples per case", {0.001, 600});
   add_text(command, "--device", common.device,
-           "this machine's ceilings (default: its probe file, else a quick probe)", "FILE.json");
+           "cpu (the default) or cuda with its probe file, else a quick probe; or such a file",
+           "cpu|cuda|FILE.json");
   add_text(command, "--out", common.out, "append one record a row to this file", "FILE.jsonl");
   add_text(command, "--baseline", common.baseline,
            "compare with the newest records of this file; exit 1 when a row is slower",
@@ -180,8 +190,16 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
   }
 }
 
+/// Why no counter says how many bytes crossed the boundary of main memory.
+const char* counted_bytes_reason(Device::Kind device) {
+  return device == Device::Kind::cuda
+             ? "this build does not read the GPU's counters; run the command under ncu --metrics "
+               "dram__bytes_read.sum,dram__bytes_write.sum"
+             : "no memory counters are read on a CPU";
+}
+
 /// What every row of an attention kernel has, the shape left to the caller.
-BenchRow measured_row(const char* kind, const CaseResult& result) {
+BenchRow measured_row(const char* kind, const CaseResult& result, Device::Kind device) {
   BenchRow row;
   row.kind = kind;
   row.pipeline = to_string(result.pipeline);
@@ -200,11 +218,18 @@ BenchRow measured_row(const char* kind, const CaseResult& result) {
   row.more["predicted_from_memory_s"] = number(result.predicted.time_s);
   row.more["elasticity"] = m.has_elasticity ? number(m.elasticity) : Json();
   row.more["flop_exponent"] = m.has_flop_exponent ? number(m.flop_exponent) : Json();
+  const auto seconds = [](const Statistics& s) { return s.n > 0 ? number(s.median) : Json(); };
+  row.more["time_stream_s"] = seconds(result.evidence.seconds_stream);
+  row.more["time_graph_s"] = seconds(result.evidence.seconds_graph);
+  row.more["launch_share"] = m.has_launch_share ? number(m.launch_share) : Json();
+  row.more["counted_bytes"] = nullptr;
+  row.more["counted_bytes_reason"] = counted_bytes_reason(device);
   return row;
 }
 
-BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
-  BenchRow row = measured_row(axes.verb(), result);
+BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes,
+                Device::Kind device) {
+  BenchRow row = measured_row(axes.verb(), result, device);
   row.shape = Json{{"seqlen", p.seqlen_q},
                    {"head_dim", p.head_dim},
                    {"heads_q", p.heads_q},
@@ -223,8 +248,8 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
   return row;
 }
 
-BenchRow decode_row(const AttentionProblem& p, const CaseResult& result) {
-  BenchRow row = measured_row("decode", result);
+BenchRow decode_row(const AttentionProblem& p, const CaseResult& result, Device::Kind device) {
+  BenchRow row = measured_row("decode", result, device);
   row.shape =
       Json{{"seqlen_kv", p.seqlen_kv},    {"seqlen_q", p.seqlen_q},
            {"head_dim", p.head_dim},      {"heads_q", p.heads_q},
@@ -238,8 +263,8 @@ BenchRow decode_row(const AttentionProblem& p, const CaseResult& result) {
   return row;
 }
 
-void check_dtypes(const Common& common) {
-  for (DType dtype : common.dtypes) {
+void check_dtypes(const std::vector<DType>& dtypes) {
+  for (DType dtype : dtypes) {
     if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
       fail_flag("--dtype", to_string(dtype), "f32, bf16, f16");
     }
@@ -247,10 +272,10 @@ void check_dtypes(const Common& common) {
 }
 
 /// All points of the grid but for the pipelines, which are timed together.
-std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& common) {
-  check_dtypes(common);
+std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const std::vector<DType>& dtypes) {
+  check_dtypes(dtypes);
   std::vector<AttentionProblem> grid;
-  for (DType dtype : common.dtypes) {
+  for (DType dtype : dtypes) {
     for (std::int64_t batch : axes.batches) {
       for (std::int64_t heads_q : axes.heads_q) {
         for (std::int64_t heads_kv : axes.heads_kv) {
@@ -276,8 +301,8 @@ std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const Common& c
   return grid;
 }
 
-std::vector<AttentionProblem> grid_of(const DecodeAxes& axes, const Common& common) {
-  check_dtypes(common);
+std::vector<AttentionProblem> grid_of(const DecodeAxes& axes, const std::vector<DType>& dtypes) {
+  check_dtypes(dtypes);
   for (DType kv : axes.kv_dtypes) {
     if (kv != DType::f32 && kv != DType::bf16 && kv != DType::f16 && kv != DType::int8) {
       fail_flag("--kv-dtype", to_string(kv), "f32, bf16, f16, int8");
@@ -296,7 +321,7 @@ std::vector<AttentionProblem> grid_of(const DecodeAxes& axes, const Common& comm
     }
     grid.push_back(p);
   };
-  for (DType dtype : common.dtypes) {
+  for (DType dtype : dtypes) {
     for (DType kv : axes.kv_dtypes.empty() ? std::vector{dtype} : axes.kv_dtypes) {
       for (std::int64_t batch : axes.batches) {
         for (std::int64_t heads_q : axes.heads_q) {
@@ -334,7 +359,7 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
   std::vector<BenchRow> rows;
   Json refused = Json::array();
   Progress progress("bench");
-  const std::vector<AttentionProblem> grid = grid_of(axes, common);
+  const std::vector<AttentionProblem> grid = grid_of(axes, dtypes_of(common, machine.device));
   for (std::size_t i = 0; i < grid.size(); ++i) {
     const AttentionProblem& problem = grid[i];
     progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
@@ -344,7 +369,10 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
     options.pipeline = {};
     // A shape that no kernel could take is the user's mistake: the plan says which.
     value_or_fail(attention_cost(problem, Pipeline::fused));
-    const Qkv data = value_or_fail(random_data(problem));
+    std::optional<Qkv> data;  // on a GPU it is made there
+    if (machine.device.kind == Device::Kind::cpu) {
+      data = value_or_fail(random_data(problem));
+    }
     std::vector<TimedCase> cases;
     if (!axes.kernel.empty()) {
       cases.push_back({problem, options, data});
@@ -354,11 +382,11 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
         cases.push_back({problem, options, data});
       }
     }
-    const std::vector<CaseResult> results =
-        value_or_fail(time_cases(cases, machine.spec, {rule_of(common), axes.evidence}));
+    const std::vector<CaseResult> results = value_or_fail(
+        time_cases(cases, machine.spec, {rule_of(common), axes.evidence, machine.device}));
     for (const CaseResult& result : results) {
       if (result.refusal.empty()) {
-        rows.push_back(row_of_result(problem, result));
+        rows.push_back(row_of_result(problem, result, machine.device.kind));
       } else {
         refused.push_back(
             Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
@@ -376,10 +404,13 @@ void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
   const Baseline baseline = baseline_of(common);
   const ThisMachine machine =
       this_machine(common.device, static_cast<int>(common.threads), false, "bench");
+  if (machine.device.kind != Device::Kind::cpu) {
+    fail_flag("--device", common.device, "cpu (rafter probe --device cuda times the GPU's GEMM)");
+  }
   std::vector<BenchRow> rows;
   Json refused = Json::array();
   Progress progress("bench");
-  for (DType dtype : common.dtypes) {
+  for (DType dtype : dtypes_of(common, machine.device)) {
     for (std::int64_t m : axes.m) {
       for (std::int64_t n : axes.n.empty() ? std::vector{m} : axes.n) {
         for (std::int64_t k : axes.k.empty() ? std::vector{m} : axes.k) {
@@ -431,7 +462,9 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
     command->footer(examples(
         {{"rafter bench attention --seqlen 512,1k,2k --head-dim 64,128", "a grid, all pipelines"},
          {"rafter bench attention --causal 0,1 --dtype f32,bf16 --out r.jsonl", "keep records"},
-         {"rafter bench attention --baseline r.jsonl", "exit 1 when a row became slower"}}));
+         {"rafter bench attention --baseline r.jsonl", "exit 1 when a row became slower"},
+         {"rafter bench attention --device cuda --heads-q 16 --head-dim 128 --seqlen 512,4k,32k",
+          "on the GPU, in bf16, each call alone on a cold L2"}}));
   } else {
     axes->pipelines = {Pipeline::unfused, Pipeline::fused};
     command = bench.add_subcommand("backward", "the gradients: scores recomputed and stored");
@@ -457,7 +490,9 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
   command->callback([axes, common, &context] {
     bench_grid(
         axes->verb(), *axes, *common, {.pass = axes->pass},
-        [&axes](const AttentionProblem& p, const CaseResult& r) { return row_of(p, r, *axes); },
+        [&axes](const AttentionProblem& p, const CaseResult& r, Device::Kind device) {
+          return row_of(p, r, *axes, device);
+        },
         context);
   });
 }

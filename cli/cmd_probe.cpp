@@ -39,10 +39,15 @@ Json sweep_rows(const std::vector<SweepPoint>& sweep) {
 }
 
 void probe(const Options& options, Context& context) {
-  if (options.device == "cuda") {
-    fail(Exit::no_hardware, "--device cuda", "this build has no CUDA probe; cpu is allowed");
+  const bool cuda = options.device == "cuda";
+  if (const std::string reason = cuda ? why_no_cuda(0) : ""; !reason.empty()) {
+    fail(Exit::no_hardware, "--device cuda", reason);
   }
-  const std::string path = options.out.empty() ? probe_path(Device::Kind::cpu) : options.out;
+  if (cuda && options.threads > 0) {
+    fail_flag("--threads", std::to_string(options.threads), "0 with --device cuda");
+  }
+  const Device device = cuda ? Device::cuda(0) : Device::cpu();
+  const std::string path = options.out.empty() ? probe_path(device.kind) : options.out;
   OutputFile file = open_probe_file(path);
   ProbeOptions how;
   how.quick = options.quick;
@@ -50,7 +55,7 @@ void probe(const Options& options, Context& context) {
   Result<Probe> measured = [&] {
     Progress progress("probe");
     how.progress = [&progress](std::string_view step) { progress.step(step); };
-    return probe_cpu(how);
+    return cuda ? probe_cuda(device, how) : probe_cpu(how);
   }();
   const Probe result = value_or_fail(std::move(measured));
   const bool trusted = result.distrust.empty();
@@ -113,6 +118,7 @@ void add_probe(CLI::App& app, Context& context) {
   command->footer(examples(
       {{"rafter probe", "measure (about 40 s), print, and keep for explain, bench and report"},
        {"rafter probe --quick --out cpu.json", "about 8 s, to a file of your own"},
+       {"rafter probe --device cuda", "the GPU: bandwidth, products per dtype, launches"},
        {"rafter explain attention --seqlen 4k --device cpu.json", "use such a file"}}));
   add_choice(*command, "--device", options->device, {"cpu", "cuda"}, "what to measure");
   add_text(*command, "--out", options->out,

@@ -2,6 +2,7 @@
 // lengths or on the user's tensors, predicted beside measured, on one page.
 #include <fmt/format.h>
 
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -19,7 +20,10 @@ namespace rafter::cli {
 namespace {
 
 constexpr Pipeline kPipelines[] = {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused};
-constexpr DType kDTypes[] = {DType::f32, DType::bf16};
+/// What is run: on a GPU the dtypes of its matrix units that kernels take.
+std::array<DType, 2> dtypes_of(const Device& device) {
+  return {device.kind == Device::Kind::cuda ? DType::f16 : DType::f32, DType::bf16};
+}
 
 struct Options {
   std::string out = "report.html";
@@ -60,11 +64,13 @@ struct Length {
   bool of_user = false;
 };
 
-std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, bool quick) {
+std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, bool quick,
+                               const Device& device) {
   std::vector<Length> lengths;
-  const std::int64_t longest = quick ? 1024 : 4096;
+  const bool gpu = device.kind == Device::Kind::cuda;
+  const std::int64_t longest = (quick ? 1024 : 4096) * (gpu ? 8 : 1);
   if (!has_user) {
-    for (std::int64_t s = 256; s <= longest; s *= 2) {
+    for (std::int64_t s = gpu ? 512 : 256; s <= longest; s *= 2) {
       lengths.push_back({s, s, false});
     }
     return lengths;
@@ -76,13 +82,13 @@ std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, boo
     }
   }
   // Beyond the file, random data of the same shape, while a run stays under a second or so.
-  constexpr double kMostFlops = 40e9;
+  const double most_flops = gpu ? 40e12 : 40e9;
   if (shape.seqlen_q == shape.seqlen_kv) {
     for (std::int64_t s = 2 * shape.seqlen_q; s <= longest; s *= 2) {
       AttentionProblem p = shape;
       p.seqlen_q = p.seqlen_kv = s;
       const Result<Cost> cost = attention_cost(p, Pipeline::fused);
-      if (cost && cost->flops <= kMostFlops) {
+      if (cost && cost->flops <= most_flops) {
         lengths.push_back({s, s, false});
       }
     }
@@ -99,27 +105,32 @@ StopRule rule_of(bool quick) {
 
 void time_points(const Options& options, const UserData* user, ReportContent& content,
                  Progress& progress) {
-  const std::vector<Length> lengths = lengths_of(content.shape, user != nullptr, options.quick);
+  const Device& device = content.machine.device;
+  const std::vector<Length> lengths =
+      lengths_of(content.shape, user != nullptr, options.quick, device);
   PlanOptions how;
   how.threads = static_cast<int>(options.threads);
   how.device_spec = &content.machine.spec;
-  for (DType dtype : kDTypes) {
+  for (DType dtype : dtypes_of(device)) {
     for (const Length& length : lengths) {
       progress.step(fmt::format("{}, length {}", to_string(dtype), length.q));
       AttentionProblem problem = content.shape;
       problem.dtype = dtype;
       problem.seqlen_q = length.q;
       problem.seqlen_kv = length.kv;
-      const Qkv data =
-          value_or_fail(length.of_user ? excerpt(user->data, length.q, length.kv, 1, dtype)
-                                       : random_data(problem));
+      std::optional<Qkv> data;  // on a GPU random data are made there
+      if (length.of_user) {
+        data = value_or_fail(excerpt(user->data, length.q, length.kv, 1, dtype));
+      } else if (device.kind == Device::Kind::cpu) {
+        data = value_or_fail(random_data(problem));
+      }
       std::vector<TimedCase> cases;
       for (Pipeline pipeline : kPipelines) {
         how.pipeline = pipeline;
         cases.push_back({problem, how, data});
       }
-      const std::vector<CaseResult> results =
-          value_or_fail(time_cases(cases, content.machine.spec, {rule_of(options.quick), true}));
+      const std::vector<CaseResult> results = value_or_fail(
+          time_cases(cases, content.machine.spec, {rule_of(options.quick), true, device}));
       for (const CaseResult& result : results) {
         content.points.push_back({problem, length.of_user ? user->name : "random", result});
       }
@@ -190,12 +201,13 @@ double rounding_bound(const Qkv& data, DType dtype) {
 }
 
 Result<Array> output_of(const AttentionProblem& problem, const PlanOptions& options,
-                        const Qkv& data, std::string* kernel) {
-  Result<PreparedAttention> one = PreparedAttention::make(problem, options, data, DType::f32);
+                        const Qkv& data, const Device& device, std::string* kernel) {
+  Result<PreparedAttention> one =
+      PreparedAttention::make(problem, options, data, device, DType::f32);
   if (!one) {
     return one.status();
   }
-  if (Status status = one->run(); !status) {
+  if (Status status = one->run(); !status) {  // fetching waits for the default stream
     return status;
   }
   *kernel = one->plan().kernel();
@@ -223,7 +235,8 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
       "pipeline's own error, and 2 ulp of f32.",
       user != nullptr ? user->name : "random data", problem.seqlen_q, problem.seqlen_kv,
       problem.batch, problem.heads_q, problem.head_dim);
-  for (DType dtype : kDTypes) {
+  const Device& device = content.machine.device;
+  for (DType dtype : dtypes_of(device)) {
     progress.step(fmt::format("{} against float64", to_string(dtype)));
     problem.dtype = dtype;
     const Qkv data = value_or_fail(
@@ -233,7 +246,7 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
     how.threads = static_cast<int>(options.threads);
     how.kernel = "forward_reference";
     std::string kernel;
-    const Array reference = value_or_fail(output_of(problem, how, data, &kernel));
+    const Array reference = value_or_fail(output_of(problem, how, data, Device::cpu(), &kernel));
     const double bound = rounding_bound(data, dtype);
     const double ulps =
         2 * std::exp2(-23) * norms_of(value_or_fail(convert(data.v, DType::f32, "v"))).largest;
@@ -244,7 +257,7 @@ void check_accuracy(const Options& options, const UserData* user, ReportContent&
       ReportAccuracy row;
       row.pipeline = pipeline;
       row.dtype = dtype;
-      Result<Array> o = output_of(problem, how, data, &row.kernel);
+      Result<Array> o = output_of(problem, how, data, device, &row.kernel);
       if (!o && o.status().code() == StatusCode::kUnsupported) {
         continue;
       }
@@ -328,10 +341,7 @@ void report(const Options& options, Context& context) {
   const std::optional<UserData> user = read_user_data(options.qkv);
   OutputFile file = value_or_fail(OutputFile::create(options.out));
   ReportContent content;
-  content.shape.heads_q = 4;
-  content.shape.heads_kv = 4;
-  content.shape.head_dim = content.shape.head_dim_v = 64;
-  content.data_source = "random normal q, k, v";
+  content.data_source = "random q, k, v";
   if (user) {
     content.shape = dense_problem(user->data);
     content.data_source =
@@ -341,6 +351,11 @@ void report(const Options& options, Context& context) {
   }
   content.machine =
       this_machine(options.device, static_cast<int>(options.threads), options.probe, "report");
+  if (!user) {
+    const bool gpu = content.machine.device.kind == Device::Kind::cuda;
+    content.shape.heads_q = content.shape.heads_kv = gpu ? 16 : 4;
+    content.shape.head_dim = content.shape.head_dim_v = gpu ? 128 : 64;
+  }
   {
     Progress progress("report");
     check_accuracy(options, user ? &*user : nullptr, content, progress);
@@ -368,6 +383,7 @@ void add_report(CLI::App& app, Context& context) {
   command->footer(
       examples({{"rafter report", "report.html, on random data, in under two minutes"},
                 {"rafter report --qkv qkv.safetensors", "on your own q, k, v"},
+                {"rafter report --device cuda", "the same of the GPU"},
                 {"rafter report --quick --out /tmp/r.html", "fewer lengths, shorter samples"}}));
   add_text(*command, "--out", options->out, "where the page goes", "FILE.html");
   add_qkv(*command, options->qkv);
@@ -375,8 +391,8 @@ void add_report(CLI::App& app, Context& context) {
   add_switch(*command, "--probe", options->probe,
              "probe anew, even when this machine's probe file is a day old or less");
   add_text(*command, "--device", options->device,
-           "this machine's ceilings from a file (default: its probe file, else a quick probe)",
-           "FILE.json");
+           "cpu (the default) or cuda with its probe file, else a quick probe; or such a file",
+           "cpu|cuda|FILE.json");
   add_length(*command, "--threads", options->threads, "threads (0: all cores)", {0, 4096});
   add_format(*command, context);
   command->callback([options, &context] { report(*options, context); });

@@ -15,6 +15,7 @@
 #include "cli/npy.h"
 #include "cli/output.h"
 #include "cli/qkv.h"
+#include "cli/resident.h"
 #include "rafter/attention.h"
 #include "rafter/kernels.h"
 #include "rafter/measure.h"
@@ -66,10 +67,7 @@ IndexView view_of_indices(const std::optional<Array>& array) {
   if (!array) {
     return {};
   }
-  return {.data = array->data.get(),
-          .dtype = array->dtype,
-          .size = array->elements(),
-          .cols = array->shape.size() == 2 ? array->shape[1] : 0};
+  return value_or_fail(Resident::copy_of(Device::cpu(), *array)).indices();
 }
 
 std::optional<Array> read_indices(const std::string& path, const std::string& flag,
@@ -168,20 +166,6 @@ AttentionProblem problem_of(const RunFlags& flags, const Qkv& qkv, const Indices
   return problem;
 }
 
-/// --device cuda: 77 where the hardware is missing, 2 where only this command is.
-void refuse_cuda() {
-  std::string reason = "this build has no CUDA kernel";
-  for (const KernelInfo& kernel : list_kernels()) {
-    if (kernel.device == Device::Kind::cuda) {
-      if (kernel.machine_has) {
-        fail_flag("--device", "cuda", "cpu (run does not drive the GPU yet)");
-      }
-      reason = kernel.machine_reason;
-    }
-  }
-  fail(Exit::no_hardware, "--device cuda", reason);
-}
-
 /// The same path, or another way to the same file.
 bool same_file(const std::string& a, const std::string& b) {
   std::error_code none;
@@ -200,8 +184,8 @@ void check_flags(const RunFlags& flags) {
     fail_flag("--dout", "together with --page-table",
               "dense or packed keys (a gradient has no pages)");
   }
-  if (flags.device == "cuda") {
-    refuse_cuda();
+  if (required_device(flags.device).kind == Device::Kind::cuda && flags.threads) {
+    fail_flag("--threads", std::to_string(*flags.threads), "none with --device cuda");
   }
   const auto outputs = flags.outputs();
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -285,7 +269,8 @@ struct Plans {
 };
 Plans make_plans(const RunFlags& flags, const AttentionProblem& problem) {
   std::optional<DeviceSpec> measured;
-  const std::string probe = probe_path(Device::Kind::cpu);
+  const Device device = required_device(flags.device);
+  const std::string probe = probe_path(device.kind);
   if (access(probe.c_str(), R_OK) == 0) {
     measured = device_of(probe, probe);
   }
@@ -296,7 +281,7 @@ Plans make_plans(const RunFlags& flags, const AttentionProblem& problem) {
   }
   const auto make = [&](Pass pass) {
     const bool last = pass == Pass::backward || !has_backward;
-    return value_or_fail(plan(problem, Device::cpu(),
+    return value_or_fail(plan(problem, device,
                               {.pass = pass,
                                .pipeline = last ? flags.pipeline : std::nullopt,
                                .kernel = pass == named ? flags.kernel : "",
@@ -311,10 +296,72 @@ Plans make_plans(const RunFlags& flags, const AttentionProblem& problem) {
   return plans;
 }
 
-/// Median over a fraction of a second; the first call has already given the result.
-Timing time_runs(const Work& work) {
-  return value_or_fail(time_calls(work, {.min_samples = 3, .min_time_s = 0.1, .max_time_s = 1}));
+/// Median over a fraction of a second; the first call has already given the result. With a clock,
+/// on its stream, call after call.
+Timing time_runs(const Work& work, const std::optional<DeviceClock>& clock) {
+  const StopRule rule{.min_samples = 3, .min_time_s = 0.1, .max_time_s = 1};
+  if (!clock) {
+    return value_or_fail(time_calls(work, rule));
+  }
+  const TimedWork timed = clock->timed(work, Queueing::stream);
+  return value_or_fail(time_alternating(std::span<const TimedWork>(&timed, 1), rule)).front();
 }
+
+/// The tensors and indices of a run where its device reaches them.
+struct Placed {
+  Resident q, k, v, o, lse, workspace;
+  std::optional<Resident> cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+  std::optional<Resident> k_scale, v_scale;
+
+  ForwardInputs inputs() const {
+    const auto indices = [](const std::optional<Resident>& array) {
+      return array ? array->indices() : IndexView{};
+    };
+    return {.q = q.view(),
+            .k = k.view(),
+            .v = v.view(),
+            .cu_seqlens_q = indices(cu_seqlens_q),
+            .cu_seqlens_kv = indices(cu_seqlens_kv),
+            .seqused_kv = indices(seqused_kv),
+            .page_table = indices(page_table),
+            .k_scale = k_scale ? k_scale->view() : TensorView{},
+            .v_scale = v_scale ? v_scale->view() : TensorView{}};
+  }
+};
+
+Placed place(const Device& device, const Qkv& qkv, const Indices& indices, const Array& o,
+             const Array& lse, const Plan& plan) {
+  const auto copy = [&device](const Array& array) {
+    return value_or_fail(Resident::copy_of(device, array));
+  };
+  const auto maybe = [&copy](const std::optional<Array>& array) {
+    return array ? std::optional(copy(*array)) : std::nullopt;
+  };
+  const auto given = [&copy](const Array& array) {
+    return array.data != nullptr ? std::optional(copy(array)) : std::nullopt;
+  };
+  Result<Resident> workspace =
+      Resident::empty(device, DType::int8, {plan.workspace_bytes()}, "workspace");
+  if (!workspace) {
+    fail(Exit::check_failed, "workspace of " + plan.kernel(), workspace.status().given());
+  }
+  // Rows that belong to no sequence keep what the output arrays hold.
+  return {copy(qkv.q),
+          copy(qkv.k),
+          copy(qkv.v),
+          copy(o),
+          copy(lse),
+          *std::move(workspace),
+          maybe(indices.cu_seqlens_q),
+          maybe(indices.cu_seqlens_kv),
+          maybe(indices.seqused_kv),
+          maybe(indices.page_table),
+          given(qkv.k_scale),
+          given(qkv.v_scale)};
+}
+
+/// What the device holds, in the array that goes to the file.
+void fetch(const Resident& from, Array& into) { into = value_or_fail(from.fetch()); }
 
 std::int64_t nan_elements(const Array& array) {
   const float* values = reinterpret_cast<const float*>(array.data.get());
@@ -415,8 +462,20 @@ Gradients make_gradients(const RunFlags& flags, const Qkv& qkv, const Array& o, 
   return g;
 }
 
-LseView lse_view(const Array& lse, const TensorView& o) {
-  return LseView::contiguous(reinterpret_cast<float*>(lse.data.get()), o.batch, o.heads, o.seqlen);
+/// The gradients where the device of a run reaches them.
+struct PlacedGradients {
+  Resident d_o, dlse, dq, dk, dv;
+};
+
+PlacedGradients place(const Device& device, const Gradients& g) {
+  const auto copy = [&device](const Array& array) {
+    return array.data == nullptr ? Resident{} : value_or_fail(Resident::copy_of(device, array));
+  };
+  return {copy(g.d_o), copy(g.dlse), copy(g.dq.array), copy(g.dk.array), copy(g.dv.array)};
+}
+
+LseView lse_view(const Resident& lse, const TensorView& o) {
+  return LseView::contiguous(static_cast<float*>(lse.data()), o.batch, o.heads, o.seqlen);
 }
 
 void report(const RunFlags& flags, const Plans& plans, const Timing& forward,
@@ -470,31 +529,24 @@ void run(const RunFlags& flags, const Context& context) {
       has_backward && plans.backward->workspace_bytes() > plans.forward->workspace_bytes()
           ? *plans.backward
           : *plans.forward;
-  const Result<Array> workspace =
-      allocate_array(DType::int8, {largest.workspace_bytes()}, "workspace");
-  if (!workspace) {
-    fail(Exit::check_failed, "workspace of " + largest.kernel(), workspace.status().given());
+  const Device device = required_device(flags.device);
+  const Placed placed = place(device, qkv, indices, o.array, lse.array, largest);
+  std::optional<DeviceClock> clock;
+  if (device.kind == Device::Kind::cuda) {
+    clock = value_or_fail(DeviceClock::make(device));
   }
-
-  ForwardInputs in{.q = view_of(qkv.q),
-                   .k = view_of(qkv.k),
-                   .v = view_of(qkv.v),
-                   .cu_seqlens_q = view_of_indices(indices.cu_seqlens_q),
-                   .cu_seqlens_kv = view_of_indices(indices.cu_seqlens_kv),
-                   .seqused_kv = view_of_indices(indices.seqused_kv),
-                   .page_table = view_of_indices(indices.page_table)};
-  if (qkv.k_scale.data != nullptr) {
-    in.k_scale = view_of(qkv.k_scale);
-    in.v_scale = view_of(qkv.v_scale);
-  }
-  const TensorView o_view = view_of(o.array);
+  const ForwardInputs in = placed.inputs();
+  const TensorView o_view = placed.o.view();
   const bool wants_lse = has_backward || !flags.lse.empty();
-  const LseView l_view = wants_lse ? lse_view(lse.array, o_view) : LseView{};
-  const Workspace lent{workspace->data.get(), largest.workspace_bytes()};
-  const Work forward = [&] { return plans.forward->forward(in, {o_view, l_view}, lent); };
+  const LseView l_view = wants_lse ? lse_view(placed.lse, o_view) : LseView{};
+  const Workspace lent{placed.workspace.data(), largest.workspace_bytes()};
+  const Stream stream = clock ? clock->stream() : Stream{};
+  const Work forward = [&] { return plans.forward->forward(in, {o_view, l_view}, lent, stream); };
   check(forward());
+  std::optional<PlacedGradients> placed_g;
   Work backward;
   if (has_backward) {
+    placed_g = place(device, *g);
     backward = [&] {
       return plans.backward->backward(
           {.q = in.q,
@@ -502,18 +554,26 @@ void run(const RunFlags& flags, const Context& context) {
            .v = in.v,
            .o = o_view,
            .lse = l_view,
-           .d_o = view_of(g->d_o),
-           .dlse = flags.dlse.empty() ? LseView{} : lse_view(g->dlse, o_view),
+           .d_o = placed_g->d_o.view(),
+           .dlse = flags.dlse.empty() ? LseView{} : lse_view(placed_g->dlse, o_view),
            .cu_seqlens_q = in.cu_seqlens_q,
            .cu_seqlens_kv = in.cu_seqlens_kv,
            .seqused_kv = in.seqused_kv},
-          {view_of(g->dq.array), view_of(g->dk.array), view_of(g->dv.array)}, lent);
+          {placed_g->dq.view(), placed_g->dk.view(), placed_g->dv.view()}, lent, stream);
     };
     check(backward());
   }
+  if (clock) {
+    check(clock->synchronize());
+  }
+  fetch(placed.o, o.array);
+  fetch(placed.lse, lse.array);
   std::vector<std::pair<Output*, std::string>> outputs = {{&o, "--out " + one_line(flags.out)},
                                                           {&lse, "--lse " + one_line(flags.lse)}};
   if (g) {
+    fetch(placed_g->dq, g->dq.array);
+    fetch(placed_g->dk, g->dk.array);
+    fetch(placed_g->dv, g->dv.array);
     outputs.insert(outputs.end(), {{&g->dq, "--dq " + one_line(flags.dq)},
                                    {&g->dk, "--dk " + one_line(flags.dk)},
                                    {&g->dv, "--dv " + one_line(flags.dv)}});
@@ -521,9 +581,9 @@ void run(const RunFlags& flags, const Context& context) {
   for (const auto& [output, label] : outputs) {
     write_output(*output, label);
   }
-  const Timing forward_time = time_runs(forward);
+  const Timing forward_time = time_runs(forward, clock);
   const std::optional<Timing> backward_time =
-      has_backward ? std::optional(time_runs(backward)) : std::nullopt;
+      has_backward ? std::optional(time_runs(backward, clock)) : std::nullopt;
   for (const auto& [output, label] : outputs) {
     commit_output(*output, label);
   }

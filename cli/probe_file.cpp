@@ -9,6 +9,7 @@
 
 #include "cli/args.h"
 #include "cli/progress.h"
+#include "cli/resident.h"
 
 namespace rafter::cli {
 
@@ -79,24 +80,48 @@ bool is_of_this_machine(const DeviceSpec& spec, int threads) {
     now[key] = value;
   }
   const long made = day_of(note_of(spec, "date"));
-  const std::string wanted = threads > 0 ? std::to_string(threads) : now["cores"];
-  return note_of(spec, "cpu") == now["cpu"] && note_of(spec, "threads") == wanted && made >= 0 &&
-         day_of(now["date"]) - made <= 1;
+  if (note_of(spec, "cpu") != now["cpu"] || made < 0 || day_of(now["date"]) - made > 1) {
+    return false;
+  }
+  if (spec.kind == Device::Kind::cuda) {
+    return note_of(spec, "gpu_uuid") == cuda_uuid(0);
+  }
+  return note_of(spec, "threads") == (threads > 0 ? std::to_string(threads) : now["cores"]);
+}
+
+/// The device that --device names, and the file, if it names one.
+Device device_and_spec(const std::string& word, int threads, DeviceSpec& spec) {
+  Device device = Device::cpu();
+  if (word == "cuda") {
+    device = Device::cuda(0);
+  } else if (!word.empty() && word != "cpu") {
+    spec = device_of(word);
+    device.kind = spec.kind.value_or(Device::Kind::cpu);
+    const bool of_us = spec.kind == Device::Kind::cpu || word.find_first_of("./") < word.size();
+    if (!of_us || (spec.kind != Device::Kind::cpu && spec.kind != Device::Kind::cuda)) {
+      fail_flag("--device", word,
+                "cpu, cuda, or the device file of a CPU or CUDA device (measured beside predicted "
+                "means this machine)");
+    }
+  }
+  if (device.kind == Device::Kind::cuda) {
+    require_cuda();
+    if (threads > 0) {
+      fail_flag("--threads", std::to_string(threads), "0 with a CUDA device");
+    }
+  }
+  return device;
 }
 
 }  // namespace
 
-ThisMachine this_machine(const std::string& device_file, int threads, bool reprobe,
+ThisMachine this_machine(const std::string& device, int threads, bool reprobe,
                          std::string_view verb) {
   ThisMachine machine;
-  if (!device_file.empty()) {
-    machine.spec = device_of(device_file);
-    if (machine.spec.kind != Device::Kind::cpu) {
-      fail_flag("--device", device_file,
-                "the device file of a CPU (measured beside predicted means this machine)");
-    }
-    machine.source = device_file;
-  } else if (const std::string path = probe_path(Device::Kind::cpu);
+  machine.device = device_and_spec(device, threads, machine.spec);
+  if (!machine.spec.name.empty()) {
+    machine.source = device;
+  } else if (const std::string path = probe_path(machine.device.kind);
              !reprobe && std::filesystem::exists(path)) {
     Result<DeviceSpec> kept = load_device(path);
     if (kept && is_of_this_machine(*kept, threads)) {
@@ -110,7 +135,9 @@ ThisMachine this_machine(const std::string& device_file, int threads, bool repro
     options.quick = true;
     options.threads = threads;
     options.progress = [&progress](std::string_view step) { progress.step(step); };
-    Probe probe = value_or_fail(probe_cpu(options));
+    Probe probe = value_or_fail(machine.device.kind == Device::Kind::cuda
+                                    ? probe_cuda(machine.device, options)
+                                    : probe_cpu(options));
     machine.spec = std::move(probe.spec);
     machine.sweep = std::move(probe.sweep);
     machine.missing = std::move(probe.missing);

@@ -21,6 +21,7 @@ double figure_spread(const Figure& figure);
 
 /// This machine as measured figures compare with it.
 struct ThisMachine {
+  Device device;  // what runs on it
   DeviceSpec spec;
   std::string source;  // "probe file PATH of DATE", or "probed just now"
   bool fresh = false;  // probed just now
@@ -29,9 +30,11 @@ struct ThisMachine {
   std::vector<MissingFigure> missing;
   std::vector<SweepPoint> sweep;
 };
-/// The spec of --device FILE; else this machine's probe file, when it was made on this CPU with
-/// as many threads within the last day; else a quick probe, which is not kept.
-ThisMachine this_machine(const std::string& device_file, int threads, bool reprobe,
+/// What --device cpu|cuda|FILE.json of bench and report says: which device, and its ceilings. The
+/// spec of the file, whose kind is the device; else the device's probe file, when it was made on
+/// this CPU with as many threads, or on this GPU, within the last day; else a quick probe, which is
+/// not kept. Ends the command with no_hardware where the device is not here.
+ThisMachine this_machine(const std::string& device, int threads, bool reprobe,
                          std::string_view verb);
 
 }  // namespace rafter::cli

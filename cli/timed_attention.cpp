@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <utility>
@@ -67,11 +68,6 @@ Result<Array> shuffled_pages(const AttentionProblem& p) {
   std::iota(pages, pages + table->elements(), 0);
   std::shuffle(pages, pages + table->elements(), std::mt19937(4));
   return table;
-}
-
-LseView lse_view(const Array& lse, const AttentionProblem& p) {
-  return LseView::contiguous(reinterpret_cast<float*>(lse.data.get()), p.batch, p.heads_q,
-                             p.seqlen_q);
 }
 
 // The first rows of every sequence of [batch, seqlen, heads, head_dim], the batch `copies` times.
@@ -140,96 +136,132 @@ Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_
 }
 
 Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& problem,
-                                                  const PlanOptions& options, Qkv data,
+                                                  const PlanOptions& options,
+                                                  const std::optional<Qkv>& data,
+                                                  const Device& device,
                                                   std::optional<DType> o_dtype) {
-  Result<Plan> planned = rafter::plan(problem, Device::cpu(), options);
+  Result<Plan> planned = rafter::plan(problem, device, options);
   if (!planned) {
     return planned.status();
   }
   PreparedAttention made;
   made.plan_.emplace(*planned);
-  made.data_ = std::move(data);
   const AttentionProblem& p = made.plan_->problem();
-  Result<Array> o = allocate_array(o_dtype.value_or(p.dtype),
-                                   {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, "o");
-  Result<Array> lse = allocate_array(DType::f32, {p.batch, p.heads_q, p.seqlen_q}, "lse");
-  Result<Array> workspace =
-      allocate_array(DType::int8, {made.plan_->workspace_bytes()}, "workspace");
-  for (const Result<Array>* array : {&o, &lse, &workspace}) {
-    if (!*array) {
-      return array->status();
+  const auto input = [&](const Array* given, std::int64_t seqlen, std::int64_t heads,
+                         std::int64_t dim, std::uint32_t seed) {
+    return given != nullptr
+               ? Resident::copy_of(device, *given)
+               : Resident::random(device, p.dtype, {p.batch, seqlen, heads, dim}, seed);
+  };
+  Result<Resident> parts[] = {
+      input(data ? &data->q : nullptr, p.seqlen_q, p.heads_q, p.head_dim, 1),
+      input(data ? &data->k : nullptr, p.seqlen_kv, p.heads_kv, p.head_dim, 2),
+      input(data ? &data->v : nullptr, p.seqlen_kv, p.heads_kv, p.head_dim_v, 3),
+      Resident::empty(device, o_dtype.value_or(p.dtype),
+                      {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, "o"),
+      Resident::empty(device, DType::f32, {p.batch, p.heads_q, p.seqlen_q}, "lse"),
+      Resident::empty(device, DType::int8, {made.plan_->workspace_bytes()}, "workspace")};
+  Resident* const places[] = {&made.q_, &made.k_, &made.v_, &made.o_, &made.lse_, &made.workspace_};
+  for (std::size_t i = 0; i < std::size(parts); ++i) {
+    if (!parts[i]) {
+      return parts[i].status();
+    }
+    *places[i] = *std::move(parts[i]);
+  }
+  const Array* const more[] = {data ? &data->k_scale : nullptr, data ? &data->v_scale : nullptr,
+                               data ? &data->page_table : nullptr};
+  std::optional<Resident>* const more_places[] = {&made.k_scale_, &made.v_scale_,
+                                                  &made.page_table_};
+  for (std::size_t i = 0; i < std::size(more); ++i) {
+    if (more[i] != nullptr && more[i]->data != nullptr) {
+      Result<Resident> copy = Resident::copy_of(device, *more[i]);
+      if (!copy) {
+        return copy.status();
+      }
+      *more_places[i] = *std::move(copy);
     }
   }
-  made.o_ = *o;
-  made.lse_ = *lse;
-  made.workspace_ = *workspace;
   if (made.plan_->pass() == Pass::backward) {
-    if (Status prepared = made.prepare_backward(options); !prepared) {
+    if (Status prepared = made.prepare_backward(options, device); !prepared) {
       return prepared;
     }
   }
   return made;
 }
 
-Status PreparedAttention::prepare_backward(const PlanOptions& options) {
+LseView PreparedAttention::lse() const {
   const AttentionProblem& p = plan_->problem();
-  Result<Array> d_o = random_array(p.dtype, o_.shape, 4);
-  Result<Array> dq = allocate_array(p.dtype, data_.q.shape, "dq");
-  Result<Array> dk = allocate_array(p.dtype, data_.k.shape, "dk");
-  Result<Array> dv = allocate_array(p.dtype, data_.v.shape, "dv");
-  for (const Result<Array>* array : {&d_o, &dq, &dk, &dv}) {
-    if (!*array) {
-      return array->status();
-    }
+  return LseView::contiguous(static_cast<float*>(lse_.data()), p.batch, p.heads_q, p.seqlen_q);
+}
+
+Status PreparedAttention::prepare_backward(const PlanOptions& options, const Device& device) {
+  const AttentionProblem& p = plan_->problem();
+  const Result<Array> random =
+      random_array(p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, 4);
+  if (!random) {
+    return random.status();
   }
-  d_o_ = *d_o;
-  dq_ = *dq;
-  dk_ = *dk;
-  dv_ = *dv;
-  const Result<Plan> forward = rafter::plan(p, Device::cpu(), {.threads = options.threads});
+  const Result<Plan> forward = rafter::plan(p, device, {.threads = options.threads});
   if (!forward) {
     return forward.status();
   }
-  const Result<Array> workspace =
-      allocate_array(DType::int8, {forward->workspace_bytes()}, "workspace");
-  if (!workspace) {
-    return workspace.status();
+  const auto like = [&device, &p](std::int64_t seqlen, std::int64_t heads, std::int64_t dim,
+                                  const char* label) {
+    return Resident::empty(device, p.dtype, {p.batch, seqlen, heads, dim}, label);
+  };
+  Result<Resident> parts[] = {
+      Resident::copy_of(device, *random), like(p.seqlen_q, p.heads_q, p.head_dim, "dq"),
+      like(p.seqlen_kv, p.heads_kv, p.head_dim, "dk"),
+      like(p.seqlen_kv, p.heads_kv, p.head_dim_v, "dv"),
+      Resident::empty(device, DType::int8, {forward->workspace_bytes()}, "workspace")};
+  for (const Result<Resident>& part : parts) {
+    if (!part) {
+      return part.status();
+    }
   }
-  return forward->forward({view_of(data_.q), view_of(data_.k), view_of(data_.v)},
-                          {view_of(o_), lse_view(lse_, p)},
-                          {workspace->data.get(), workspace->bytes()});
+  d_o_ = *parts[0];
+  dq_ = *parts[1];
+  dk_ = *parts[2];
+  dv_ = *parts[3];
+  return forward->forward({q_.view(), k_.view(), v_.view()}, {o_.view(), lse()},
+                          {parts[4]->data(), parts[4]->bytes()});
 }
 
-Status PreparedAttention::run() const {
-  const LseView lse = lse_view(lse_, plan_->problem());
-  const Workspace lent{workspace_.data.get(), workspace_.bytes()};
+Status PreparedAttention::run(Stream stream) const {
+  const Workspace lent{workspace_.data(), workspace_.bytes()};
   if (plan_->pass() == Pass::forward) {
-    ForwardInputs in{view_of(data_.q), view_of(data_.k), view_of(data_.v)};
-    if (data_.k_scale.data != nullptr) {
-      in.k_scale = view_of(data_.k_scale);
-      in.v_scale = view_of(data_.v_scale);
+    ForwardInputs in{q_.view(), k_.view(), v_.view()};
+    if (k_scale_ && v_scale_) {
+      in.k_scale = k_scale_->view();
+      in.v_scale = v_scale_->view();
     }
-    if (const Array& table = data_.page_table; table.data != nullptr) {
-      in.page_table = {table.data.get(), table.dtype, table.elements(), table.shape[1]};
+    if (page_table_) {
+      in.page_table = page_table_->indices();
     }
-    return plan_->forward(in, {view_of(o_), lse}, lent);
+    return plan_->forward(in, {o_.view(), lse()}, lent, stream);
   }
-  return plan_->backward({.q = view_of(data_.q),
-                          .k = view_of(data_.k),
-                          .v = view_of(data_.v),
-                          .o = view_of(o_),
-                          .lse = lse,
-                          .d_o = view_of(d_o_)},
-                         {view_of(dq_), view_of(dk_), view_of(dv_)}, lent);
+  return plan_->backward({.q = q_.view(),
+                          .k = k_.view(),
+                          .v = v_.view(),
+                          .o = o_.view(),
+                          .lse = lse(),
+                          .d_o = d_o_->view()},
+                         {dq_->view(), dk_->view(), dv_->view()}, lent, stream);
 }
 
-Result<Array> PreparedAttention::output() const { return convert(o_, DType::f32, "o"); }
+Result<Array> PreparedAttention::output() const {
+  const Result<Array> o = o_.fetch();
+  return o ? convert(*o, DType::f32, "o") : o;
+}
 
 double PreparedAttention::working_set_bytes() const {
   std::int64_t bytes = 0;
-  for (const Array* array : {&data_.q, &data_.k, &data_.v, &data_.k_scale, &data_.v_scale,
-                             &data_.page_table, &o_, &lse_, &workspace_, &d_o_, &dq_, &dk_, &dv_}) {
-    bytes += array->data != nullptr ? array->bytes() : 0;
+  for (const Resident* array : {&q_, &k_, &v_, &o_, &lse_, &workspace_}) {
+    bytes += array->bytes();
+  }
+  for (const std::optional<Resident>* array :
+       {&k_scale_, &v_scale_, &page_table_, &d_o_, &dq_, &dk_, &dv_}) {
+    bytes += *array ? (*array)->bytes() : 0;
   }
   return static_cast<double>(bytes);
 }
@@ -238,6 +270,9 @@ Level level_of(const DeviceSpec& spec, double working_set_bytes) {
   // Sizes are those of one core, rates those of all.
   const Figure* cores = spec.find("sm_count");
   for (const char* name : {"l2", "l3"}) {
+    if (spec.kind == Device::Kind::cuda) {
+      break;
+    }
     const Figure* size = spec.find(std::string(name) + "_bytes");
     const Figure* rate = spec.find("bandwidth_" + std::string(name) + "_bytes_per_s");
     if (size != nullptr && rate != nullptr && cores != nullptr &&
@@ -340,12 +375,11 @@ Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spe
 // Adds a case to those to be timed; nothing when no kernel takes it or memory does not hold it.
 std::optional<std::size_t> add_case(std::vector<PreparedAttention>& cases,
                                     const AttentionProblem& problem, const PlanOptions& options,
-                                    Result<Qkv> data) {
+                                    const Result<std::optional<Qkv>>& data, const Device& device) {
   if (!data) {
     return std::nullopt;
   }
-  Result<PreparedAttention> made =
-      PreparedAttention::make(problem, options, std::move(data).value());
+  Result<PreparedAttention> made = PreparedAttention::make(problem, options, *data, device);
   if (!made) {
     return std::nullopt;
   }
@@ -353,25 +387,67 @@ std::optional<std::size_t> add_case(std::vector<PreparedAttention>& cases,
   return cases.size() - 1;
 }
 
-void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed, Prepared& prepared,
-                  CaseResult& result) {
+Result<std::optional<Qkv>> maybe(Result<Qkv> data) {
+  return data ? Result<std::optional<Qkv>>(std::optional(*std::move(data))) : data.status();
+}
+
+void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed,
+                  const Device& device, Prepared& prepared, CaseResult& result) {
   PlanOptions same = timed.options;
   same.kernel = result.kernel;  // the same code, whatever the chooser would take for that shape
-  AttentionProblem twice = timed.problem;
+  const AttentionProblem& p = timed.problem;
+  AttentionProblem twice = p;
   twice.batch *= 2;
   twice.num_pages *= 2;
-  const bool plain = timed.problem.layout == Layout::dense &&
-                     timed.problem.kv_dtype.value_or(timed.problem.dtype) == timed.problem.dtype;
+  const bool plain = p.layout == Layout::dense && p.kv_dtype.value_or(p.dtype) == p.dtype;
+  const auto data_of = [&timed](const AttentionProblem& problem) {
+    return timed.data ? maybe(random_data(problem)) : std::optional<Qkv>();
+  };
   prepared.twice = add_case(cases, twice, same,
-                            plain ? excerpt(timed.data, timed.problem.seqlen_q,
-                                            timed.problem.seqlen_kv, 2, timed.problem.dtype)
-                                  : random_data(twice));
-  if (const std::optional<AddedFlops> added =
-          added_flops(timed.problem, result.pipeline, timed.options.pass)) {
-    prepared.more = add_case(cases, added->problem, same, random_data(added->problem));
+                            timed.data && plain
+                                ? maybe(excerpt(*timed.data, p.seqlen_q, p.seqlen_kv, 2, p.dtype))
+                                : data_of(twice),
+                            device);
+  if (const std::optional<AddedFlops> added = added_flops(p, result.pipeline, timed.options.pass)) {
+    prepared.more = add_case(cases, added->problem, same, data_of(added->problem), device);
     result.evidence.added_flops_ratio = added->flops_ratio;
     result.evidence.added_bytes_ratio = added->bytes_ratio;
   }
+}
+
+/// Cold: each call alone, after twice the L2 was read.
+Result<std::vector<Timing>> time_on_device(const std::vector<PreparedAttention>& cases,
+                                           const DeviceClock& clock, const DeviceSpec& spec,
+                                           const StopRule& rule) {
+  const Figure* l2 = spec.find("l2_bytes");
+  StopRule cold = rule;
+  constexpr double kUnknownL2 = 128e6;
+  cold.flush_bytes = 2 * (l2 != nullptr ? l2->value : kUnknownL2);
+  std::vector<TimedWork> work;
+  for (const PreparedAttention& one : cases) {
+    work.push_back(clock.timed([&one, &clock] { return one.run(clock.stream()); }, Queueing::stream,
+                               cold.flush_bytes));
+  }
+  return time_alternating(std::span<const TimedWork>(work), cold);
+}
+
+/// The same calls on a stream and in a graph, back to back: what launches cost.
+Status compare_queueing(const PreparedAttention& one, const DeviceClock& clock,
+                        const StopRule& rule, WallEvidence& evidence) {
+  const Work queue = [&one, &clock] { return one.run(clock.stream()); };
+  const TimedWork work[] = {clock.timed(queue, Queueing::stream),
+                            clock.timed(queue, Queueing::graph)};
+  StopRule brief = rule;
+  brief.min_time_s = rule.min_time_s / 4;
+  brief.max_time_s = rule.max_time_s / 4;
+  const Result<std::vector<Timing>> timings =
+      time_alternating(std::span<const TimedWork>(work), brief);
+  if (!timings) {
+    return timings.status();
+  }
+  evidence.seconds_stream = (*timings)[0].seconds;
+  evidence.seconds_graph = (*timings)[1].seconds;
+  return Status::ok();
 }
 
 }  // namespace
@@ -383,7 +459,7 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
   std::vector<PreparedAttention> cases;
   for (std::size_t i = 0; i < timed.size(); ++i) {
     Result<PreparedAttention> made =
-        PreparedAttention::make(timed[i].problem, timed[i].options, timed[i].data);
+        PreparedAttention::make(timed[i].problem, timed[i].options, timed[i].data, options.device);
     if (!made) {
       if (made.status().code() != StatusCode::kUnsupported) {
         return made.status();
@@ -400,15 +476,25 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
     cases.push_back(std::move(made).value());
     Prepared entry{.result = i, .once = cases.size() - 1, .twice = {}, .more = {}};
     if (options.evidence) {
-      add_evidence(cases, timed[i], entry, results[i]);
+      add_evidence(cases, timed[i], options.device, entry, results[i]);
     }
     prepared.push_back(entry);
+  }
+  std::optional<DeviceClock> clock;
+  if (options.device.kind == Device::Kind::cuda) {
+    Result<DeviceClock> made = DeviceClock::make(options.device);
+    if (!made) {
+      return made.status();
+    }
+    clock = *made;
   }
   std::vector<Work> work;
   for (const PreparedAttention& one : cases) {
     work.emplace_back([&one] { return one.run(); });
   }
-  const Result<std::vector<Timing>> timings = time_alternating(work, options.rule);
+  const Result<std::vector<Timing>> timings =
+      clock ? time_on_device(cases, *clock, spec, options.rule)
+            : time_alternating(std::span<const Work>(work), options.rule);
   if (!timings) {
     return timings.status();
   }
@@ -421,6 +507,13 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
     }
     if (entry.more) {
       result.evidence.seconds_added_flops = (*timings)[*entry.more].seconds;
+    }
+    if (clock && options.evidence) {
+      if (Status status =
+              compare_queueing(cases[*entry.once], *clock, options.rule, result.evidence);
+          !status) {
+        return status;
+      }
     }
     result.measured = judge_wall(result.evidence);
   }

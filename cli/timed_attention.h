@@ -9,6 +9,7 @@
 
 #include "cli/array.h"
 #include "cli/qkv.h"
+#include "cli/resident.h"
 #include "rafter/attention.h"
 #include "rafter/measure.h"
 
@@ -21,13 +22,15 @@ Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_
                     std::int64_t copies, DType dtype);
 class PreparedAttention {
  public:
-  /// Runs the pass of the options; for the backward, o and lse are made by a forward run. Errors:
-  /// those of plan(), and memory that this machine does not have. o has the dtype `o_dtype`, by
-  /// default the problem's.
+  /// Runs the pass of the options; for the backward, o and lse are made by a forward run. Without
+  /// data, random values made on the CUDA device. Errors: those of plan(), and memory that this
+  /// machine does not have. o has the dtype `o_dtype`, by default the problem's.
   static Result<PreparedAttention> make(const AttentionProblem& problem, const PlanOptions& options,
-                                        Qkv data, std::optional<DType> o_dtype = {});
+                                        const std::optional<Qkv>& data, const Device& device,
+                                        std::optional<DType> o_dtype = {});
 
-  Status run() const;
+  /// CUDA: queues on the stream.
+  Status run(Stream stream = {}) const;
   const Plan& plan() const { return *plan_; }
   /// o of the last run, widened to f32.
   Result<Array> output() const;
@@ -37,21 +40,24 @@ class PreparedAttention {
 
  private:
   PreparedAttention() = default;
-  Status prepare_backward(const PlanOptions& options);
+  Status prepare_backward(const PlanOptions& options, const Device& device);
+  LseView lse() const;
   std::optional<Plan> plan_;
-  Qkv data_;
-  Array o_, lse_, workspace_;
-  Array d_o_, dq_, dk_, dv_;  // backward
+  Resident q_, k_, v_, o_, lse_, workspace_;
+  std::optional<Resident> k_scale_, v_scale_, page_table_;
+  std::optional<Resident> d_o_, dq_, dk_, dv_;  // backward
 };
 
-/// What to time: one problem on one set of data by one pipeline.
+/// What to time: one problem on one set of data by one pipeline. Without data: random, made on the
+/// CUDA device.
 struct TimedCase {
   AttentionProblem problem;
   PlanOptions options;
-  Qkv data;
+  std::optional<Qkv> data;
 };
 
-/// Where a working set lives, by the plateaus of the probe.
+/// Where a working set lives, by the plateaus of the probe. On a GPU always memory: what is timed
+/// begins with an L2 that holds none of it.
 struct Level {
   std::string name;  // "memory", "l3", "l2"
   double bandwidth_bytes_per_s = 0;
@@ -84,7 +90,10 @@ struct CaseResult {
 
 struct TimingOptions {
   StopRule rule;
-  bool evidence = true;  // also time twice the work, and more FLOPs at constant bytes
+  /// Also time twice the work, and more FLOPs at constant bytes; on CUDA the work on a stream and
+  /// in a graph as well.
+  bool evidence = true;
+  Device device = {};
 };
 
 /// The problem with more FLOPs at nearly constant modelled bytes that tells the walls of this

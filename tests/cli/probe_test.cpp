@@ -45,10 +45,47 @@ TEST(ProbeCommand, WritesADeviceFileThatExplainReadsAndPrintsTheSameFigures) {
 }
 
 TEST(ProbeCommand, SaysSoWhenTheHardwareIsNotHere) {
-  const ToolRun run = run_tool({"probe", "--device", "cuda"});
-  EXPECT_EQ(run.exit_code, 77);
-  EXPECT_EQ(run.out, "");
-  EXPECT_TRUE(run.one_line_error()) << run.err;
+  if (machine_has_cuda()) {
+    GTEST_SKIP() << "this machine has a GPU";
+  }
+  const TemporaryFolder folder;
+  const std::vector<std::vector<std::string>> commands = {
+      {"probe"},
+      {"check"},
+      {"bench", "attention"},
+      {"bench", "gemm"},
+      {"report", "--out", folder / "report.html"}};
+  for (std::vector<std::string> command : commands) {
+    command.insert(command.end(), {"--device", "cuda"});
+    const ToolRun run = run_tool(command);
+    EXPECT_EQ(run.exit_code, 77) << command.front();
+    EXPECT_EQ(run.out, "");
+    EXPECT_TRUE(run.one_line_error()) << run.err;
+    EXPECT_NE(run.err.find("--device cuda: "), std::string::npos) << run.err;
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "report.html"));
+}
+
+TEST(ProbeCommand, MeasuresTheGpuIntoAFileThatExplainReads) {
+  if (!machine_has_cuda()) {
+    GTEST_SKIP() << "no sm_90 device";
+  }
+  const TemporaryFolder folder;
+  const std::string path = folder / "gpu.json";
+  const auto probe = run_json({"probe", "--device", "cuda", "--quick", "--force", "--out", path});
+  std::vector<std::string> keys;
+  for (const auto& row : probe.at("figures")) {
+    keys.push_back(row.at("figure").get<std::string>());
+    EXPECT_GT(row.at("value").get<double>(), 0) << keys.back();
+  }
+  for (const char* key :
+       {"bandwidth_read_bytes_per_s", "bandwidth_write_bytes_per_s", "bandwidth_copy_bytes_per_s",
+        "burst_bf16_flop_per_s", "sustained_bf16_flop_per_s", "burst_e4m3_flop_per_s", "launch_s",
+        "graph_launch_s", "graph_submit_s", "exp_per_s"}) {
+    EXPECT_NE(std::find(keys.begin(), keys.end(), key), keys.end()) << key;
+  }
+  const auto explained = run_json({"explain", "attention", "--seqlen", "1k", "--device", path});
+  EXPECT_GT(explained.at("ridge_flop_per_byte").get<double>(), 0);
 }
 
 TEST(ProbeCommand, RefusesWhatItDoesNotKnow) {

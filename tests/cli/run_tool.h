@@ -128,6 +128,17 @@ inline void expect_refused(const std::vector<std::string>& arguments,
   }
 }
 
+/// Whether this build and machine can run a CUDA kernel.
+inline bool machine_has_cuda() {
+  const auto listed = run_json({"kernels"});
+  for (const auto& kernel : listed["kernels"]) {
+    if (kernel["device"] == "cuda" && kernel["machine_has"].get<bool>()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 /// A folder of its own that goes when the test ends.
 class TemporaryFolder {
  public:
