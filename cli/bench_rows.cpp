@@ -36,6 +36,17 @@ std::string BenchRow::name() const {
   return pipeline.empty() ? name : fmt::format("{}/{}", name, pipeline);
 }
 
+void set_counted(const CaseResult& result, Json& json) {
+  if (!result.counted) {
+    json["counted_bytes"] = nullptr;
+    json["counted_bytes_reason"] = result.counted_reason;
+    return;
+  }
+  json["counted_bytes"] = number(result.counted->read + result.counted->written);
+  json["counted_bytes_read"] = number(result.counted->read);
+  json["counted_bytes_written"] = number(result.counted->written);
+}
+
 Json benchmark_json(const BenchRow& row) {
   const Statistics& s = row.timing.seconds;
   Json json = Json::object();
@@ -128,6 +139,15 @@ Json record_json(const BenchRow& row, const DeviceSpec& spec) {
   json["bound_s"] = number(row.bound_s);
   json["share_of_bound"] = number(row.bound_s / s.median);
   json["level"] = row.level;
+  json["bytes"] = number(row.cost.bytes);
+  for (const char* key : {"counted_bytes", "counted_bytes_read", "counted_bytes_written"}) {
+    if (row.more.contains(key)) {
+      json[key] = row.more.at(key);
+    }
+  }
+  if (const std::string gpu = note_of(spec, "gpu"); !gpu.empty()) {
+    json["gpu"] = gpu;
+  }
   return json;
 }
 

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cli/output.h"
+#include "cli/timed_attention.h"
 #include "rafter/measure.h"
 
 namespace rafter::cli {
@@ -28,6 +29,8 @@ struct BenchRow {
   std::string name() const;  // "attention/seqlen:512/…": what identifies the case and pipeline
 };
 
+/// Sets counted_bytes and its parts, or null with the reason.
+void set_counted(const CaseResult& result, Json& json);
 /// One element of "benchmarks".
 Json benchmark_json(const BenchRow& row);
 /// "context": google-benchmark's keys and what describes this machine and build.

@@ -24,6 +24,7 @@ struct Common {
   double threshold = 0.95;
   double time_s = 0.3;
   std::int64_t threads = 0;
+  bool counters = true;
   std::vector<DType> dtypes = {};  // none given: f32 on a CPU, bf16 on a GPU
 };
 
@@ -83,6 +84,8 @@ void add_common(CLI::App& command, Common& common, Context& context) {
   add_text(command, "--device", common.device,
            "cpu (the default) or cuda with its probe file, else a quick probe; or such a file",
            "cpu|cuda|FILE.json");
+  add_switch(command, "--counters", common.counters,
+             "also count the bytes at the memory of a GPU, where this machine allows it");
   add_text(command, "--out", common.out, "append one record a row to this file", "FILE.jsonl");
   add_text(command, "--baseline", common.baseline,
            "compare with the newest records of this file; exit 1 when a row is slower",
@@ -127,6 +130,9 @@ Json table_row(const BenchRow& row) {
   json["measured"] = row.wall_measured;
   json["from"] = row.level;
   json["bytes"] = number(row.cost.bytes);
+  if (row.more.contains("counted_bytes") && !row.more["counted_bytes"].is_null()) {
+    json["counted_bytes"] = row.more["counted_bytes"];
+  }
   json["kernel"] = row.kernel;
   if (row.more.contains("tokens_per_s")) {
     json["tokens_per_s"] = row.more["tokens_per_s"];
@@ -147,6 +153,34 @@ Json flat_row(const Json& benchmark) {
     }
   }
   return flat;
+}
+
+/// Counters that were wanted and not had, and counts that the model did not foresee.
+void remark_on_counters(const std::vector<BenchRow>& rows, Document& document) {
+  constexpr double kApart = 0.1;
+  std::int64_t counted = 0, apart = 0;
+  std::string reason;
+  for (const BenchRow& row : rows) {
+    if (!row.more.contains("counted_bytes") || row.kind == "gemm") {
+      continue;
+    }
+    if (row.more["counted_bytes"].is_null()) {
+      reason = row.more["counted_bytes_reason"].get<std::string>();
+      continue;
+    }
+    ++counted;
+    const double ratio = row.more["counted_bytes"].get<double>() / row.cost.bytes;
+    apart += ratio < 1 - kApart || ratio > 1 + kApart ? 1 : 0;
+  }
+  if (!reason.empty()) {
+    document.remark("No counted bytes: " + reason);
+  }
+  if (apart > 0) {
+    document.remark(fmt::format(
+        "Counted bytes are more than {:.0f}% from the modelled ones in {} of {} rows: scores that "
+        "stay in the L2, results that are still in it, tiles read more than once.",
+        100 * kApart, apart, counted));
+  }
 }
 
 void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMachine& machine,
@@ -181,6 +215,7 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
   if (!machine.noisy.empty()) {
     document.remark(fmt::format("Noisy ceilings: {}", fmt::join(machine.noisy, ", ")));
   }
+  remark_on_counters(rows, document);
   document.remark(
       "Bytes are modelled. A row that is not from memory is cache-resident: its bound takes the "
       "bandwidth of the level named.");
@@ -190,16 +225,8 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
   }
 }
 
-/// Why no counter says how many bytes crossed the boundary of main memory.
-const char* counted_bytes_reason(Device::Kind device) {
-  return device == Device::Kind::cuda
-             ? "this build does not read the GPU's counters; run the command under ncu --metrics "
-               "dram__bytes_read.sum,dram__bytes_write.sum"
-             : "no memory counters are read on a CPU";
-}
-
 /// What every row of an attention kernel has, the shape left to the caller.
-BenchRow measured_row(const char* kind, const CaseResult& result, Device::Kind device) {
+BenchRow measured_row(const char* kind, const CaseResult& result) {
   BenchRow row;
   row.kind = kind;
   row.pipeline = to_string(result.pipeline);
@@ -222,14 +249,12 @@ BenchRow measured_row(const char* kind, const CaseResult& result, Device::Kind d
   row.more["time_stream_s"] = seconds(result.evidence.seconds_stream);
   row.more["time_graph_s"] = seconds(result.evidence.seconds_graph);
   row.more["launch_share"] = m.has_launch_share ? number(m.launch_share) : Json();
-  row.more["counted_bytes"] = nullptr;
-  row.more["counted_bytes_reason"] = counted_bytes_reason(device);
+  set_counted(result, row.more);
   return row;
 }
 
-BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes,
-                Device::Kind device) {
-  BenchRow row = measured_row(axes.verb(), result, device);
+BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
+  BenchRow row = measured_row(axes.verb(), result);
   row.shape = Json{{"seqlen", p.seqlen_q},
                    {"head_dim", p.head_dim},
                    {"heads_q", p.heads_q},
@@ -248,8 +273,8 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
   return row;
 }
 
-BenchRow decode_row(const AttentionProblem& p, const CaseResult& result, Device::Kind device) {
-  BenchRow row = measured_row("decode", result, device);
+BenchRow decode_row(const AttentionProblem& p, const CaseResult& result) {
+  BenchRow row = measured_row("decode", result);
   row.shape =
       Json{{"seqlen_kv", p.seqlen_kv},    {"seqlen_q", p.seqlen_q},
            {"head_dim", p.head_dim},      {"heads_q", p.heads_q},
@@ -382,11 +407,11 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
         cases.push_back({problem, options, data});
       }
     }
-    const std::vector<CaseResult> results = value_or_fail(
-        time_cases(cases, machine.spec, {rule_of(common), axes.evidence, machine.device}));
+    const std::vector<CaseResult> results = value_or_fail(time_cases(
+        cases, machine.spec, {rule_of(common), axes.evidence, machine.device, common.counters}));
     for (const CaseResult& result : results) {
       if (result.refusal.empty()) {
-        rows.push_back(row_of_result(problem, result, machine.device.kind));
+        rows.push_back(row_of_result(problem, result));
       } else {
         refused.push_back(
             Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
@@ -490,9 +515,7 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
   command->callback([axes, common, &context] {
     bench_grid(
         axes->verb(), *axes, *common, {.pass = axes->pass},
-        [&axes](const AttentionProblem& p, const CaseResult& r, Device::Kind device) {
-          return row_of(p, r, *axes, device);
-        },
+        [&axes](const AttentionProblem& p, const CaseResult& r) { return row_of(p, r, *axes); },
         context);
   });
 }

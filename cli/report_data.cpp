@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <span>
+
+#include "cli/bench_rows.h"
 
 namespace rafter::cli {
 namespace {
@@ -35,10 +38,31 @@ constexpr CeilingRow kCeilings[] = {
     {"launch_cold_s", "launch, threads asleep"},
     {"clock_hz", "core clock"},
 };
+constexpr CeilingRow kGpuCeilings[] = {
+    {"peak_bf16_flop_per_s", "bf16 products, burst"},
+    {"sustained_bf16_flop_per_s", "bf16 products, sustained"},
+    {"peak_f16_flop_per_s", "f16 products, burst"},
+    {"sustained_f16_flop_per_s", "f16 products, sustained"},
+    {"peak_e4m3_flop_per_s", "e4m3 products, burst"},
+    {"peak_int8_flop_per_s", "int8 products, burst"},
+    {"peak_tf32_flop_per_s", "tf32 products, burst"},
+    {"peak_f32_flop_per_s", "f32 products, burst"},
+    {"exp_per_s", "exponentials"},
+    {"bandwidth_read_bytes_per_s", "memory, read"},
+    {"bandwidth_write_bytes_per_s", "memory, write"},
+    {"bandwidth_copy_bytes_per_s", "memory, copy"},
+    {"bandwidth_l2_bytes_per_s", "L2, read"},
+    {"launch_s", "launch on a stream"},
+    {"launch_sync_s", "launch and wait"},
+    {"graph_launch_s", "launch in a graph"},
+    {"clock_hz", "highest SM clock"},
+};
 
 Json ceilings_json(const DeviceSpec& spec) {
+  const std::span<const CeilingRow> ceilings =
+      spec.kind == Device::Kind::cuda ? std::span<const CeilingRow>(kGpuCeilings) : kCeilings;
   Json rows = Json::array();
-  for (const CeilingRow& row : kCeilings) {
+  for (const CeilingRow& row : ceilings) {
     const Figure* figure = spec.find(row.key);
     if (figure == nullptr) {
       continue;
@@ -117,6 +141,7 @@ Json point_json(const ReportPoint& point) {
   json["flop_per_s"] = number(r.flop_per_s());
   json["bytes"] = number(r.cost.bytes);
   json["bytes_source"] = "modelled";
+  set_counted(r, json);
   json["declared_bytes"] = number(r.declared_bytes);
   json["workspace_bytes"] = number(r.workspace_bytes);
   json["intensity_flop_per_byte"] = number(r.cost.intensity());
@@ -188,13 +213,19 @@ Json method_json(const ReportContent& content) {
   add("Ceilings", fmt::format("{}, {}", content.machine.source,
                               "rates are the 90th percentile of their samples, costs the median"));
   add("Data", content.data_source);
+  const bool gpu = spec.kind == Device::Kind::cuda;
   add("Times",
-      "medians on the steady clock, pipelines sampled by turns, tensors and workspace "
-      "allocated beforehand, caches warm");
+      gpu ? "medians between events on the device, each call alone on an L2 that holds "
+            "none of its data, pipelines sampled by turns, tensors and workspace allocated "
+            "beforehand"
+          : "medians on the steady clock, pipelines sampled by turns, tensors and "
+            "workspace allocated beforehand, caches warm");
   add("Bound",
       "the larger of FLOPs over the products' peak, modelled bytes over the bandwidth of "
       "the level that holds the working set, and launches times their cost");
-  add("Bytes", "modelled: no memory counters are read on a CPU");
+  add("Bytes", gpu ? "modelled; counted ones are those of one run at the boundary of the device's "
+                     "memory, without what is still in the L2 at its end"
+                   : "modelled: no memory counters are read on a CPU");
   add("Wall, measured",
       "twice the work (batch doubled) against once: below a 0.3 exponent dispatch, above 0.9 "
       "throughput; then more FLOPs at constant bytes: time that grows means compute, time that "

@@ -415,14 +415,19 @@ void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed,
   }
 }
 
-/// Cold: each call alone, after twice the L2 was read.
+/// Twice the L2.
+double flush_bytes(const DeviceSpec& spec) {
+  const Figure* l2 = spec.find("l2_bytes");
+  constexpr double kUnknownL2 = 128e6;
+  return 2 * (l2 != nullptr ? l2->value : kUnknownL2);
+}
+
+/// Cold: each call alone, after a flush of the L2.
 Result<std::vector<Timing>> time_on_device(const std::vector<PreparedAttention>& cases,
                                            const DeviceClock& clock, const DeviceSpec& spec,
                                            const StopRule& rule) {
-  const Figure* l2 = spec.find("l2_bytes");
   StopRule cold = rule;
-  constexpr double kUnknownL2 = 128e6;
-  cold.flush_bytes = 2 * (l2 != nullptr ? l2->value : kUnknownL2);
+  cold.flush_bytes = flush_bytes(spec);
   std::vector<TimedWork> work;
   for (const PreparedAttention& one : cases) {
     work.push_back(clock.timed([&one, &clock] { return one.run(clock.stream()); }, Queueing::stream,
@@ -448,6 +453,18 @@ Status compare_queueing(const PreparedAttention& one, const DeviceClock& clock,
   evidence.seconds_stream = (*timings)[0].seconds;
   evidence.seconds_graph = (*timings)[1].seconds;
   return Status::ok();
+}
+
+/// From a flushed L2, as the times.
+void count_bytes(const PreparedAttention& one, const DeviceClock& clock, const DeviceSpec& spec,
+                 CaseResult& result) {
+  const Result<CountedBytes> counted =
+      clock.count([&one, &clock] { return one.run(clock.stream()); }, flush_bytes(spec));
+  if (counted) {
+    result.counted = *counted;
+  } else {
+    result.counted_reason = counted.status().message();
+  }
 }
 
 }  // namespace
@@ -514,6 +531,11 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
           !status) {
         return status;
       }
+    }
+    if (clock && options.counters) {
+      count_bytes(cases[*entry.once], *clock, spec, result);
+    } else {
+      result.counted_reason = clock ? "not asked for" : "no memory counters are read on a CPU";
     }
     result.measured = judge_wall(result.evidence);
   }

@@ -80,6 +80,8 @@ struct CaseResult {
   Timing timing;
   WallEvidence evidence;
   WallVerdict measured;
+  std::optional<CountedBytes> counted;  // of one run, by the device's counters
+  std::string counted_reason;           // why there are none
 
   double median_s() const { return timing.seconds.median; }
   double flop_per_s() const { return cost.flops / median_s(); }
@@ -94,6 +96,7 @@ struct TimingOptions {
   /// in a graph as well.
   bool evidence = true;
   Device device = {};
+  bool counters = true;  // also count the bytes of one run, where the machine allows it
 };
 
 /// The problem with more FLOPs at nearly constant modelled bytes that tells the walls of this

@@ -87,6 +87,9 @@
     {head: 'wall, model', cell: (p) => p.wall_predicted},
     {head: 'wall, measured', cell: (p) => p.wall_measured},
     {head: 'bytes (modelled)', numeric: true, cell: (p) => si(p.bytes, 'B')},
+    ...(points.some((p) => p.counted_bytes != null)
+      ? [{head: 'bytes (counted)', numeric: true,
+        cell: (p) => (p.counted_bytes != null ? si(p.counted_bytes, 'B') : '–')}] : []),
     {head: 'from', cell: (p) => p.level.replace('l', 'L')},
     {head: 'data', once: true, cell: (p) => (p.data === 'random' ? p.data : 'file')},
   ], points, (p) => `${p.dtype}/${p.seqlen}`);

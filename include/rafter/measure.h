@@ -115,6 +115,11 @@ enum class Queueing : std::uint8_t {
   graph,   // the calls captured in one graph, replayed
 };
 
+/// Bytes that crossed the boundary of a device's memory, by its own counters.
+struct CountedBytes {
+  double read = 0, written = 0;
+};
+
 /// A stream of a device with its clock: a pair of events around what is queued.
 class DeviceClock {
  public:
@@ -122,10 +127,14 @@ class DeviceClock {
   Stream stream() const;
   Status synchronize() const;
   /// `queue` queues one call on stream(). Steady: calls are back to back. Where the rule that it is
-  /// timed by has flush_bytes, each call is alone: before it so many bytes are read (clean lines)
-  /// and, while that runs, start event, call and stop event are queued: launch latency is not in
-  /// the time. The object must outlive the result.
+  /// timed by has flush_bytes, each call is alone: before it so many bytes are read (clean lines),
+  /// then the stream is held while start event, call and stop event are queued: launch latency is
+  /// not in the time. The object must outlive the result.
   TimedWork timed(Work queue, Queueing queueing, double flush_bytes = 0) const;
+  /// What one call moves, flush_bytes read before it. Lines that are dirty in the L2 at its end are
+  /// not yet written, nor counted. Nothing else may run on the device. Errors: those of the call;
+  /// device_error where the machine does not allow it (no CUPTI, no permission, another profiler).
+  Result<CountedBytes> count(const Work& queue, double flush_bytes = 0) const;
 
  private:
   struct State;

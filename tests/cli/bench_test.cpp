@@ -48,6 +48,8 @@ TEST(BenchCommand, AttentionRowsCarryPredictionBesideMeasurement) {
     EXPECT_NEAR(row.at("share_of_bound").get<double>() * seconds, row.at("bound_s").get<double>(),
                 1e-6 * seconds);
     EXPECT_EQ(row.at("bytes_source"), "modelled");
+    EXPECT_TRUE(row.at("counted_bytes").is_null());
+    EXPECT_EQ(row.at("counted_bytes_reason"), "no memory counters are read on a CPU");
     EXPECT_FALSE(row.at("kernel").get<std::string>().empty());
     EXPECT_FALSE(row.at("wall_reason").get<std::string>().empty());
     EXPECT_EQ(row.at("cache_resident").get<bool>(), row.at("level") != "memory");

@@ -113,6 +113,19 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void empty_kernel() {}
 
+/// PTX ISA: %globaltimer counts nanoseconds, in steps of up to a microsecond or so.
+__device__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+__global__ void hold_kernel(std::uint64_t duration) {
+  const std::uint64_t start = nanoseconds();
+  while (nanoseconds() - start < duration) {
+  }
+}
+
 constexpr int kChains = 8;
 __global__ void __launch_bounds__(kThreads) exp_kernel(float* sink, std::int64_t rounds) {
   float x[kChains];
@@ -199,6 +212,13 @@ Status fill_random(void* memory, std::int64_t elements, DType dtype, std::uint32
     default:
       return Status::unsupported("dtype", to_string(dtype), "f32, bf16, f16, e4m3, int8");
   }
+}
+
+Status hold(double seconds, void* stream) {
+  auto duration = static_cast<std::uint64_t>(seconds * 1e9);
+  void* arguments[] = {&duration};
+  return launch(reinterpret_cast<const void*>(&hold_kernel),
+                {.blocks = duration > 0 ? 1U : 0U, .threads = 1, .stream = stream}, arguments);
 }
 
 Status empty_launch(void* stream) {

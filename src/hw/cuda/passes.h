@@ -16,6 +16,8 @@ Status copy_pass(void* to, const void* from, std::int64_t bytes, void* stream);
 /// Random values: f32, bf16 and f16 in (−2, 2), near normal; e4m3 and int8 of every magnitude.
 Status fill_random(void* memory, std::int64_t elements, DType dtype, std::uint32_t seed,
                    void* stream);
+/// Keeps the stream busy for so long and touches no memory.
+Status hold(double seconds, void* stream);
 /// A kernel of one warp that does nothing.
 Status empty_launch(void* stream);
 /// exp2 on registers on all SMs: queues it and returns how many are computed.

@@ -1,7 +1,9 @@
 // Memory of CUDA devices and clocks on their streams.
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
+#include "hw/cuda/counters.h"
 #include "hw/cuda/launch.h"
 #include "hw/cuda/passes.h"
 #include "hw/cuda/runtime.h"
@@ -85,17 +87,25 @@ struct DeviceClock::State {
   Handle stream, start, stop;
   DeviceMemory flush;  // grows to what a rule asks for
 
-  Status begin(double flush_bytes) {
-    if (flush_bytes > 0) {
-      const auto bytes = static_cast<std::int64_t>(flush_bytes) / 16 * 16;
-      if (flush.bytes() < bytes) {
-        Result<DeviceMemory> grown = DeviceMemory::allocate(device, bytes);
-        if (!grown) {
-          return grown.status();
-        }
-        flush = *grown;
+  /// Reads so many bytes, so that the L2 holds nothing else.
+  Status read_past_l2(double flush_bytes) {
+    const auto bytes = static_cast<std::int64_t>(flush_bytes) / 16 * 16;
+    if (flush.bytes() < bytes) {
+      Result<DeviceMemory> grown = DeviceMemory::allocate(device, bytes);
+      if (!grown) {
+        return grown.status();
       }
-      if (Status status = cuda::read_pass(flush.data(), bytes, stream.get()); !status) {
+      flush = *grown;
+    }
+    return cuda::read_pass(flush.data(), bytes, stream.get());
+  }
+  /// The start event; before it a flush, and the stream held for as long as queueing takes.
+  Status begin(double flush_bytes, double hold_s) {
+    if (flush_bytes > 0) {
+      if (Status status = read_past_l2(flush_bytes); !status) {
+        return status;
+      }
+      if (Status status = cuda::hold(hold_s, stream.get()); !status) {
         return status;
       }
     }
@@ -170,6 +180,7 @@ TimedWork DeviceClock::timed(Work queue, Queueing queueing, double flush_bytes) 
   struct Captured {
     std::int64_t calls = 0;
     Handle graph;
+    double queueing_s = 0;  // on the host, the last time
   };
   return [state = state_, queue = std::move(queue), queueing, flush_bytes,
           captured = std::make_shared<Captured>()](std::int64_t calls) -> Result<double> {
@@ -191,19 +202,43 @@ TimedWork DeviceClock::timed(Work queue, Queueing queueing, double flush_bytes) 
       if (!graph) {
         return graph.status();
       }
-      *captured = {calls, *graph};
+      captured->calls = calls;
+      captured->graph = *graph;
     }
-    if (Status status = state->begin(flush_bytes); !status) {
+    constexpr double kHoldFor = 1.5, kLongestHold_s = 20e-3;
+    const double hold_s = std::min(kHoldFor * captured->queueing_s, kLongestHold_s);
+    if (Status status = state->begin(flush_bytes, hold_s); !status) {
       return status;
     }
+    const auto start = std::chrono::steady_clock::now();
     const Status queued = queueing == Queueing::graph
                               ? cuda::launch_graph(captured->graph.get(), stream)
                               : queue_calls(queue, calls);
     if (!queued) {
       return queued;
     }
+    captured->queueing_s =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     return state->end();
   };
+}
+
+Result<CountedBytes> DeviceClock::count(const Work& queue, double flush_bytes) const {
+  const cuda::DeviceScope scope(state_->device.index);
+  if (!scope.status()) {
+    return scope.status();
+  }
+  if (flush_bytes > 0) {
+    if (Status status = state_->read_past_l2(flush_bytes); !status) {
+      return status;
+    }
+  }
+  if (Status status = cuda::synchronize(state_->stream.get()); !status) {
+    return status;
+  }
+  const Result<cuda::DramBytes> counted = cuda::count_dram_bytes(queue);
+  return counted ? Result<CountedBytes>(CountedBytes{counted->read, counted->written})
+                 : counted.status();
 }
 
 }  // namespace rafter

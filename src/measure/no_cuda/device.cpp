@@ -27,6 +27,7 @@ Status DeviceClock::synchronize() const { return no_cuda(); }
 TimedWork DeviceClock::timed(Work, Queueing, double) const {
   return [](std::int64_t) -> Result<double> { return no_cuda(); };
 }
+Result<CountedBytes> DeviceClock::count(const Work&, double) const { return no_cuda(); }
 
 Result<Probe> probe_cuda(const Device&, const ProbeOptions&) { return no_cuda(); }
 

@@ -2,15 +2,18 @@
 // the fused kernel where the reference would take too long, and what they refuse.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/element.h"
 #include "cli/case_run.h"
 #include "cli/cases.h"
 #include "dispatch/kernel_entry.h"
+#include "hw/cuda/passes.h"
 #include "rafter/measure.h"
 
 namespace rafter {
@@ -201,12 +204,13 @@ TEST_P(LandedScores, RefuseADeviceThatIsNotHere) {
 }
 
 TEST_P(LandedScores, HoldTheScoresOfAWaveAndSayHowMany) {
-  constexpr std::int64_t kMatmul = std::int64_t{32} << 20;
+  // Beside the scores: cuBLASLt's, and from an address aligned to 64 bytes to one to 256.
+  constexpr std::int64_t kBeside = (std::int64_t{32} << 20) + 192;
   const KernelProblem small = problem_of(2, 4, 2, 128, 64);
-  EXPECT_EQ(entry().workspace(small), 2 * 4 * 128 * 128 * 2 + kMatmul);
+  EXPECT_EQ(entry().workspace(small), 2 * 4 * 128 * 128 * 2 + kBeside);
   EXPECT_EQ(entry().note(small), "");
   const KernelProblem large = problem_of(1, 32, 32, 32768, 128);
-  EXPECT_EQ(entry().workspace(large), (std::int64_t{4} << 30) + kMatmul);
+  EXPECT_EQ(entry().workspace(large), (std::int64_t{4} << 30) + kBeside);
   EXPECT_EQ(entry().note(large), "scores of 68.7 GB go through 4.3 GB of workspace in 16 waves");
 }
 
@@ -279,6 +283,48 @@ TEST(CudaDevice, RandomValuesAreFiniteCentredAndRepeat) {
   }
   EXPECT_NEAR(sum / kCount, 0, 0.02);            // 9 standard errors
   EXPECT_NEAR(squares / kCount, 1.0 / 3, 0.02);  // four uniform values of variance 1/12
+}
+
+TEST(CudaDevice, CountsTheBytesOfACopy) {
+  if (const std::string why = why_no_cuda(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  constexpr std::int64_t kBytes = std::int64_t{1} << 30;
+  const Result<DeviceMemory> from = DeviceMemory::allocate(Device::cuda(), kBytes);
+  const Result<DeviceMemory> to = DeviceMemory::allocate(Device::cuda(), kBytes);
+  const Result<DeviceClock> clock = DeviceClock::make(Device::cuda());
+  ASSERT_TRUE(from.is_ok() && to.is_ok() && clock.is_ok());
+  const Result<CountedBytes> counted = clock->count(
+      [&] { return cuda::copy_pass(to->data(), from->data(), kBytes, clock->stream().handle); });
+  if (!counted) {
+    GTEST_SKIP() << counted.status().message();
+  }
+  EXPECT_NEAR(counted->read, kBytes, 0.03 * kBytes);
+  EXPECT_LT(counted->written, 1.03 * kBytes);
+  EXPECT_GT(counted->written, 0.9 * kBytes);  // the rest is in the L2
+}
+
+// A call on an idle stream is timed without what queueing it takes: ten empty kernels take the
+// device less than the host takes to launch them.
+TEST(CudaDevice, TimesACallWithoutItsLaunches) {
+  if (const std::string why = why_no_cuda(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  const Result<DeviceClock> clock = DeviceClock::make(Device::cuda());
+  ASSERT_TRUE(clock.is_ok());
+  int calls = 0;
+  const Work slow_to_queue = [&] {
+    ++calls;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return cuda::empty_launch(clock->stream().handle);
+  };
+  const TimedWork timed = clock->timed(slow_to_queue, Queueing::stream, 1 << 20);
+  ASSERT_TRUE(timed(1).is_ok());
+  const Result<double> seconds = timed(1);
+  ASSERT_TRUE(seconds.is_ok());
+  EXPECT_EQ(calls, 2);
+  EXPECT_LT(*seconds, 1e-3);
+  EXPECT_GT(*seconds, 0);
 }
 
 }  // namespace
