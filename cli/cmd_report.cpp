@@ -96,10 +96,13 @@ std::vector<Length> lengths_of(const AttentionProblem& shape, bool has_user, boo
   return lengths;
 }
 
-StopRule rule_of(bool quick) {
+/// On a GPU a call is 20 µs to 100 ms, and each sample waits for a flush of the L2: 0.02 s of calls
+/// are a thousand samples of the shortest, and the longest are repeated a few times.
+StopRule rule_of(bool quick, const Device& device) {
   StopRule rule;
-  rule.min_time_s = quick ? 0.03 : 0.12;
-  rule.max_time_s = quick ? 0.12 : 0.45;
+  const bool gpu = device.kind == Device::Kind::cuda;
+  rule.min_time_s = gpu ? (quick ? 0.01 : 0.02) : (quick ? 0.03 : 0.12);
+  rule.max_time_s = gpu ? (quick ? 0.05 : 0.15) : (quick ? 0.12 : 0.45);
   return rule;
 }
 
@@ -130,7 +133,7 @@ void time_points(const Options& options, const UserData* user, ReportContent& co
         cases.push_back({problem, how, data});
       }
       const std::vector<CaseResult> results = value_or_fail(
-          time_cases(cases, content.machine.spec, {rule_of(options.quick), true, device}));
+          time_cases(cases, content.machine.spec, {rule_of(options.quick, device), true, device}));
       for (const CaseResult& result : results) {
         content.points.push_back({problem, length.of_user ? user->name : "random", result});
       }
