@@ -38,8 +38,11 @@ struct Sm90ForwardRow {
   constexpr bool fits() const {
     constexpr int kSharedBytesPerBlock = 227 * 1024;  // CUDA C++ guide, compute capability 9.0
     constexpr int kRegistersPerSm = 65536;
+    // What a CTA holds from its launch is what its warpgroups may share out: asking for more waits
+    // for ever.
+    const int held = kRegistersPerSm / threads() / 8 * 8 * threads();
     return shared_bytes() <= kSharedBytesPerBlock &&
-           128 * (producer_registers + warpgroups * consumer_registers) <= kRegistersPerSm &&
+           128 * (producer_registers + warpgroups * consumer_registers) <= held &&
            fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
            producer_registers % 8 == 0 && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
   }

@@ -40,4 +40,13 @@ constexpr std::int64_t heads_in_cache(std::int64_t heads, std::int64_t group,
   return std::max<std::int64_t>(1, std::min(heads, groups * group));
 }
 
+/// How many query heads, in whole groups, give every one of `workers` a query tile at once: where
+/// all tiles are equally long, more heads in flight would only ask for the keys of more of them at
+/// the same time.
+constexpr std::int64_t heads_in_flight(std::int64_t group, std::int64_t blocks,
+                                       std::int64_t workers) {
+  const std::int64_t tiles_of_group = std::max<std::int64_t>(1, group * blocks);
+  return (workers + tiles_of_group - 1) / tiles_of_group * group;
+}
+
 }  // namespace rafter::tiles
