@@ -25,9 +25,9 @@ constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20;
 using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
     {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
-     cuda::launch_forward_sm90<DType::bf16, 2>},
+     cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>},
     {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
-     cuda::launch_forward_sm90<DType::f16, 2>},
+     cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>},
 }};
 
 Acceptance machine_has() {
