@@ -47,6 +47,19 @@ __device__ inline bool barrier_try_wait(std::uint32_t barrier, std::uint32_t par
   return done != 0;
 }
 
+/// True if the phase of this parity is complete; does not wait. PTX ISA: mbarrier.test_wait.
+__device__ inline bool barrier_test(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 /// Waits until the phase of this parity is complete. A fresh barrier counts its phase −1 (parity 1)
 /// as complete: whoever waits for an empty slot starts with parity 1.
 __device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {

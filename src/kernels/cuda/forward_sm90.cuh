@@ -396,23 +396,12 @@ struct Forward {
   }
 
   /// Scores become probabilities relative to the running maximum; the sum follows. Both rows of the
-  /// thread advance together, their maxima in chains short enough to hide latencies.
+  /// thread advance together: the chains of one hide the latencies of the other.
   __device__ static void softmax(float (&s)[kScores], Rows& rows, float scale) {
-    constexpr int kChains = 4;
-    float chain[2][kChains];
+    float max[2] = {rows.max[0], rows.max[1]};
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float pair = fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]);
-        chain[h][i % kChains] = i < kChains ? pair : fmaxf(chain[h][i % kChains], pair);
-      }
-    }
-    float max[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      max[h] = fmaxf(fmaxf(chain[h][0], chain[h][1]), fmaxf(chain[h][2], chain[h][3]));
-      max[h] = fmaxf(max[h], rows.max[h]);
+    for (int i = 0; i < kScores; i += 2) {
+      max[i / 2 % 2] = fmaxf(max[i / 2 % 2], fmaxf(s[i], s[i + 1]));
     }
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
@@ -429,11 +418,15 @@ struct Forward {
       rows.max[h] = max[h];
       offset[h] = finite * scale;
     }
-    float sum[4];
+    // The sums start from the last exponential: additions in between would hold up the others.
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       s[i] = exp2_approx(fmaf(s[i], scale, -offset[i / 2 % 2]));
-      sum[i % 4] = i < 4 ? s[i] : sum[i % 4] + s[i];
+    }
+#pragma unroll
+    for (int i = kScores - 1; i >= 0; --i) {
+      sum[i % 4] += s[i];
     }
     rows.sum[0] = fmaf(rows.sum[0], rows.rescale[0], sum[0] + sum[1]);
     rows.sum[1] = fmaf(rows.sum[1], rows.rescale[1], sum[2] + sum[3]);
@@ -683,6 +676,12 @@ struct Forward {
     const auto await_values = [&](std::uint32_t i) {
       barrier_wait(shared_address(&control.v_full[i % kStages]), i / kStages % 2);
     };
+    const auto keys_ready = [&](std::uint32_t i) {
+      return barrier_test(shared_address(&control.k_full[i % kStages]), i / kStages % 2);
+    };
+    const auto values_ready = [&](std::uint32_t i) {
+      return barrier_test(shared_address(&control.v_full[i % kStages]), i / kStages % 2);
+    };
 
     int j = range.y - 1;
     await_keys(n);
@@ -707,10 +706,13 @@ struct Forward {
     std::uint32_t v = low_half(kMnMajor, shared.v_of(n % kStages));
     std::uint32_t k = low_half(kKMajor, shared.k_of((n + 1) % kStages));
 
+    bool ready = false;  // K and V of the next step were seen to have arrived
     // The code of interior tiles has no branch between the two waits.
     const auto step = [&](auto edge) {
-      await_keys(n + 1);
-      await_values(n);
+      if (!ready) {
+        await_keys(n + 1);
+        await_values(n);
+      }
       if constexpr (kShape.ordered) {
         named_barrier_sync(1 + warpgroup, 256);
       }
@@ -730,6 +732,7 @@ struct Forward {
       release_after(control.k_empty[(n + 1) % kStages], rows.sum[0] + rows.sum[1]);
       k = low_half(kKMajor, shared.k_of((n + 2) % kStages));
       v = low_half(kMnMajor, shared.v_of((n + 1) % kStages));
+      ready = keys_ready(n + 2) & values_ready(n + 1);  // both are asked: no branch
       wgmma_wait<0>();
       keep_in_place(o);
       release(control.v_empty[n % kStages]);
