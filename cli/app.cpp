@@ -10,6 +10,7 @@
 
 #include "cli/command.h"
 #include "cli/output.h"
+#include "cli/version.h"
 
 namespace rafter::cli {
 
@@ -233,7 +234,7 @@ int run_tool(int argc, const char* const* argv) {
       "rafter");
   try {
     app.get_formatter()->column_width(42);
-    app.set_version_flag("--version", "rafter " RAFTER_VERSION);
+    app.set_version_flag("--version", version_text, "version, kernels, CUDA and instruction sets");
     app.footer(
         "rafter COMMAND --help explains a command. Exit codes: 0 done; 1 a check failed or it "
         "does not fit;\n2 bad input, one line on stderr; 3 a measurement that cannot be "

@@ -19,6 +19,23 @@ install(FILES ${CMAKE_BINARY_DIR}/package/RafterConfig.cmake
   ${CMAKE_BINARY_DIR}/package/RafterConfigVersion.cmake
   DESTINATION ${RAFTER_CMAKE_DIR} COMPONENT devel)
 
+# ---- `cpack` in a build folder: one Debian package, its dependencies read from the libraries
+set(CPACK_GENERATOR DEB)
+set(CPACK_PACKAGE_NAME rafter)
+set(CPACK_PACKAGE_CONTACT "the authors of Rafter <rafter@localhost>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "${PROJECT_DESCRIPTION}")
+set(CPACK_RESOURCE_FILE_LICENSE ${CMAKE_SOURCE_DIR}/LICENSE)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_COMPONENTS_ALL runtime devel)  # the Python package comes from pip
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_COMPONENTS_GROUPING ALL_COMPONENTS_IN_ONE)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+# What find_package(Rafter) asks for in turn.
+set(CPACK_DEBIAN_PACKAGE_DEPENDS "libfmt-dev, libdnnl-dev, libhwy-dev, ocl-icd-opencl-dev")
+include(CPack)
+
 # ---- pkg-config; the prefix is found from where the file lies, so that an install can be moved
 file(RELATIVE_PATH RAFTER_PC_PREFIX /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
 set(RAFTER_PC_LIBS "-ldnnl -lgomp -lpthread")

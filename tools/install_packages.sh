@@ -25,6 +25,7 @@ ci_packages=(
   binutils                                       # objdump, for the ISA leak check
   nodejs                                         # runs the script of report.html in a test
   pkgconf                                        # what an installed Rafter is asked with
+  dpkg-dev                                       # reads what a Debian package of Rafter depends on
 )
 
 python_packages=(python3-dev python3-venv)

@@ -54,12 +54,28 @@ TEST(Usage, WithoutACommandItPrintsItsUsageAndFails) {
   EXPECT_NE(run.err.find("explain"), std::string::npos);
 }
 
-TEST(Usage, TheVersionIsOneLine) {
+TEST(Usage, TheVersionNamesKernelsCudaAndInstructionSets) {
   const ToolRun run = run_tool({"--version"});
   EXPECT_EQ(run.exit_code, 0);
-  EXPECT_TRUE(run.out.starts_with("rafter "));
-  EXPECT_EQ(std::count(run.out.begin(), run.out.end(), '\n'), 1);
   EXPECT_EQ(run.err, "");
+  EXPECT_TRUE(run.out.starts_with("rafter "));
+  EXPECT_EQ(run.out.back(), '\n');
+  for (const char* word : {"\ncommit ", "\ncompiler ", "\ncuda ", "\nisa ", "portable"}) {
+    EXPECT_NE(run.out.find(word), std::string::npos) << word << run.out;
+  }
+  // Every kernel has its line behind "kernels", marked where this machine lacks what it needs.
+  const std::string list = run.out.substr(std::min(run.out.find("\nkernels "), run.out.size()));
+  const auto kernels = run_json({"kernels"}).at("kernels");
+  bool any_cuda = false;
+  for (const auto& kernel : kernels) {
+    const std::string line = " " + kernel.at("kernel").get<std::string>() +
+                             (kernel.at("machine_has").get<bool>() ? "\n" : " (not here)\n");
+    EXPECT_NE(list.find(line), std::string::npos) << line << run.out;
+    any_cuda = any_cuda || kernel.at("device") == "cuda";
+  }
+  EXPECT_EQ(static_cast<std::size_t>(std::count(list.begin(), list.end(), '\n')),
+            kernels.size() + 1);
+  EXPECT_EQ(run.out.find("\ncuda      none in this build\n") == std::string::npos, any_cuda);
 }
 
 TEST(Usage, EveryCommandHasHelpWithExamplesAndRefusesAnUnknownFlag) {
