@@ -165,9 +165,11 @@ Acceptance accepts(const KernelProblem& problem, std::int64_t lanes) {
   return Acceptance::accept();
 }
 
-/// Assumed, not measured on an idle machine: 60% of these vectors' f32 rate, of which rows that
-/// only fill a register block are lost, and 85% of the bandwidth of main memory. On a busy machine
-/// it reached 26% in the cache (docs/kernels/decode_simd.md).
+/// Assumed: 60% of these vectors' f32 rate, of which rows that only fill a register block are lost,
+/// and 85% of the bandwidth of main memory. An Emerald Rapids with two threads gave 18 to 29% on
+/// AVX-512, 35 to 42% on AVX2, and at most 41% of the bandwidth (docs/kernels/decode_simd.md). Not
+/// lowered before the other pipelines' shares with few rows are measured too: it would lose to
+/// them.
 Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
                const tiles::SimdBlocking& blocking) {
   const AttentionProblem& p = problem.attention;

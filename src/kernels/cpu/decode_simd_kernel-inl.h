@@ -34,8 +34,9 @@ using math::V;
 
 /// Elements loaded at once, as two vectors.
 constexpr std::int64_t kStep = 2 * kLanes;
-/// Accumulators of a register block: enough that additions in flight hide their latency.
-constexpr int kInFlight = 8;
+/// Accumulators of a register block: enough that additions in flight hide their latency, and on
+/// AVX-512, which has the registers, that a load of the query rows serves four keys.
+constexpr int kInFlight = HWY_TARGET == HWY_AVX3 ? 16 : 8;
 constexpr std::int64_t kTile = tiles::kDecodeTile;
 constexpr std::int64_t kChunk = tiles::kDecodeChunk;
 
@@ -180,6 +181,9 @@ HWY_INLINE void scores_block(const Rows<kKv>& keys, std::int64_t key, std::int64
   // four sums at a time, in the order of s: [key][row]
   RAFTER_UNROLL
   for (int i = 0; i < kInFlight; i += 4) {
+    if (key + i / kRows >= count) {
+      break;  // what s has room for ends with the last four
+    }
     hn::Store(
         sums_of_lanes(sum[i / kRows][i % kRows], sum[(i + 1) / kRows][(i + 1) % kRows],
                       sum[(i + 2) / kRows][(i + 2) % kRows], sum[(i + 3) / kRows][(i + 3) % kRows]),
@@ -249,7 +253,7 @@ HWY_INLINE void values_block(const Rows<kKv>& values, std::int64_t first, std::i
 template <DType kKv, int kRows>
 void add_values(const Rows<kKv>& values, std::int64_t first, std::int64_t last, const float* p,
                 std::int64_t stride, std::int64_t head_dim_v, std::int64_t columns, float* o) {
-  constexpr int kSteps = 4 / kRows;
+  constexpr int kSteps = std::min(kInFlight / 2 / kRows, 4);
   const std::int64_t blocks = std::max<std::int64_t>(1, head_dim_v / (kSteps * kStep));
   std::int64_t c = 0;
   std::int64_t done = 0;  // blocks of columns that prefetched their part of what comes next
