@@ -56,10 +56,10 @@ const std::vector<Variant>& variants() {
       {"softmax before products", kApart, {}},
       {"no prefetch", kNoPrefetch, {}},
       {"128 keys", kBoth, {.chunk = 128}},
-      {"512 keys", kBoth, {.chunk = 512}},
+      {"256 keys", kBoth, {.chunk = 256}},
       {"128 queries", kBoth, {.lanes = 128}},
-      {"512 queries", kBoth, {.lanes = 512}},
-      {"512 queries, 512 keys", kBoth, {.lanes = 512, .chunk = 512}},
+      {"256 queries", kBoth, {.lanes = 256}},
+      {"256 queries, 256 keys", kBoth, {.lanes = 256, .chunk = 256}},
       {"every task packs", kBoth, {.least_saved = std::int64_t{1} << 50}},
       {"softmax before products, 128 keys, every task packs",  // nearest to the first version
        kApart,

@@ -12,10 +12,14 @@ inline constexpr std::int64_t kBf16Rows = 16;  // keys, or columns of V, of a ti
 inline constexpr std::int64_t kBf16Depth = 32;  // summed by one tile product
 inline constexpr std::int64_t kBf16Block = 32;  // rows and queries of a 2 × 2 block
 
+/// head_dim + head_dim_v up to which a task takes all the queries and keys of its blocking.
+inline constexpr std::int64_t kBf16Narrow = 256;
+
 /// What a measurement may vary; no bit of a result depends on it.
 struct Bf16Blocking {
-  std::int64_t lanes = 256;      // queries of a task, at most
-  std::int64_t chunk = 256;      // keys between a load and a store of O, K and V packed before
+  // these two are halved where head_dim + head_dim_v exceeds kBf16Narrow, to stay in the L2
+  std::int64_t lanes = 512;      // queries of a task, at most
+  std::int64_t chunk = 512;      // keys between a load and a store of O, K and V packed before
   std::int64_t own_chunk = 128;  // the same where a task packs for itself
   std::int64_t packed_bytes = std::int64_t{32} << 20;  // of K and V packed at once, about
   /// Packing once saves the other tasks of a head their own packing and costs a barrier: it pays
@@ -75,7 +79,12 @@ constexpr std::int64_t bf16_packed_blocks(const Bf16Sizes& sizes, const Bf16Layo
                   std::max(blocking.packed_bytes / block_bytes, heads_at_once * of_one));
 }
 
-constexpr Bf16Layout bf16_layout(const Bf16Sizes& sizes, const Bf16Blocking& blocking = {}) {
+constexpr Bf16Layout bf16_layout(const Bf16Sizes& sizes, const Bf16Blocking& of_narrow = {}) {
+  Bf16Blocking blocking = of_narrow;
+  if (sizes.head_dim + sizes.head_dim_v > kBf16Narrow) {
+    blocking.lanes = std::max(kBf16Block, blocking.lanes / 2);
+    blocking.chunk = std::max(kBf16Block, blocking.chunk / 2);
+  }
   constexpr auto up = [](std::int64_t n, std::int64_t m) { return (n + m - 1) / m * m; };
   Bf16Layout out;
   out.head_dim = sizes.head_dim;

@@ -302,7 +302,7 @@ TEST(ForwardBf16Emulated, ThreadsChunksAndWavesChangeNoBit) {
       kPackedAlways,
       {.lanes = 32, .chunk = 32, .packed_bytes = 0, .least_saved = 0},
       {.lanes = 64, .chunk = 64, .least_saved = 0},
-      {.lanes = 512, .chunk = 512, .own_chunk = 32},
+      {.lanes = 256, .chunk = 256, .own_chunk = 32},
       {.own_chunk = 512},
   };
   for (const std::size_t i : {4, 10, 13}) {
@@ -387,7 +387,7 @@ TEST(ForwardBf16Emulated, PackingOnceIsForHeadsThatManyTasksRead) {
   EXPECT_EQ(packed_bytes({.seqlen_q = 4096, .seqlen_kv = 4096}, 2), 16 * kMiB);  // all of K and V
   EXPECT_EQ(packed_bytes({.batch = 64, .seqlen_q = 32768, .seqlen_kv = 32768}, 2), 32 * kMiB);
   // two tasks a head, 16 threads: a head (16 MiB) for each of them
-  EXPECT_EQ(packed_bytes({.batch = 64, .seqlen_q = 512, .seqlen_kv = 32768}, 16), 256 * kMiB);
+  EXPECT_EQ(packed_bytes({.batch = 64, .seqlen_q = 1024, .seqlen_kv = 32768}, 16), 256 * kMiB);
 }
 
 TEST(ForwardBf16Emulated, EveryTaskOfAWaveHasOnePlace) {
