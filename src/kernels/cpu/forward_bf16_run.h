@@ -158,6 +158,22 @@ inline Acceptance accepts(const KernelProblem& problem) {
                               : Acceptance::refuse(std::string(to_string(dtype)) + " is not bf16");
 }
 
+/// Query rows of a KV head.
+inline std::int64_t rows_of(const AttentionProblem& p) {
+  return std::max<std::int64_t>(1, p.seqlen_q * (p.heads_q / p.heads_kv));
+}
+
+/// What full blocks of queries reach of the matmul peak is `measured`; the rest of the last block
+/// is lost. With few rows to many keys packing K and V is most of the work: the bandwidth is that
+/// of forward_simd (14 of 42 GB/s, f32 on an Emerald Rapids), not measured for these kernels.
+inline Reach reach(const KernelProblem& problem, double measured) {
+  const std::int64_t rows = rows_of(problem.attention);
+  const double full = static_cast<double>(rows) / static_cast<double>(base::round_up(rows, kBlock));
+  return {.compute = measured * full,
+          .bandwidth = problem.attention.seqlen_kv / 16 > rows ? 0.35 : 0.8,
+          .fixed_seconds = 4e-6};
+}
+
 inline tiles::Bf16Layout layout_of(const KernelProblem& problem,
                                    const tiles::Bf16Blocking& blocking = {}) {
   const AttentionProblem& p = problem.attention;
