@@ -2,7 +2,6 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <array>
@@ -11,10 +10,10 @@
 #include <mutex>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "hw/cuda/launch.h"
+#include "hw/cuda/loaded_library.h"
 
 namespace rafter::cuda {
 namespace {
@@ -38,37 +37,20 @@ struct Library {
 Library open_library() {
   Library library;
   static_assert(CUBLAS_VER_MAJOR == 13);  // the name below, and the layout of its structs
-  void* handle = nullptr;
-  std::string why;
-  for (const char* name : {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"}) {
-    handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (handle != nullptr) {
-      break;
-    }
-    const char* text = dlerror();
-    why = why.empty() && text != nullptr ? text : why;
-  }
-  if (handle == nullptr) {
-    library.missing = "no cuBLASLt: " + why;
-    return library;
-  }
-  const auto find = [&](const char* name, auto& function) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-    if (function == nullptr) {
-      library.missing = fmt::format("cuBLASLt has no {}", name);
-    }
-  };
-  find("cublasLtCreate", library.create);
-  find("cublasLtGetStatusName", library.status_name);
-  find("cublasLtMatmul", library.matmul);
-  find("cublasLtMatmulAlgoGetHeuristic", library.heuristic);
-  find("cublasLtMatmulAlgoCheck", library.algorithm_check);
-  find("cublasLtMatmulDescInit_internal", library.desc_init);
-  find("cublasLtMatmulDescSetAttribute", library.desc_set);
-  find("cublasLtMatrixLayoutInit_internal", library.layout_init);
-  find("cublasLtMatrixLayoutSetAttribute", library.layout_set);
-  find("cublasLtMatmulPreferenceInit_internal", library.preference_init);
-  find("cublasLtMatmulPreferenceSetAttribute", library.preference_set);
+  LoadedLibrary opened("cuBLASLt",
+                       {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"});
+  opened.find("cublasLtCreate", library.create);
+  opened.find("cublasLtGetStatusName", library.status_name);
+  opened.find("cublasLtMatmul", library.matmul);
+  opened.find("cublasLtMatmulAlgoGetHeuristic", library.heuristic);
+  opened.find("cublasLtMatmulAlgoCheck", library.algorithm_check);
+  opened.find("cublasLtMatmulDescInit_internal", library.desc_init);
+  opened.find("cublasLtMatmulDescSetAttribute", library.desc_set);
+  opened.find("cublasLtMatrixLayoutInit_internal", library.layout_init);
+  opened.find("cublasLtMatrixLayoutSetAttribute", library.layout_set);
+  opened.find("cublasLtMatmulPreferenceInit_internal", library.preference_init);
+  opened.find("cublasLtMatmulPreferenceSetAttribute", library.preference_set);
+  library.missing = opened.missing();
   return library;
 }
 

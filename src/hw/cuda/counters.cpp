@@ -5,7 +5,6 @@
 #include <cupti_profiler_target.h>
 #include <cupti_range_profiler.h>
 #include <cupti_target.h>
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <cmath>
@@ -16,11 +15,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "hw/cuda/launch.h"
+#include "hw/cuda/loaded_library.h"
 
 namespace rafter::cuda {
 namespace {
@@ -55,46 +54,28 @@ struct Library {
 
 Library open_library() {
   Library library;
-  std::string why;
-  void* handle = nullptr;
-  for (const char* name : {"libcupti.so.13", "/usr/local/cuda/lib64/libcupti.so.13",
-                           "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so.13"}) {
-    handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (handle != nullptr) {
-      break;
-    }
-    const char* text = dlerror();
-    why = why.empty() && text != nullptr ? text : why;
-  }
-  if (handle == nullptr) {
-    library.missing = "no CUPTI: " + why;
-    return library;
-  }
-  const auto find = [&](const char* name, auto& function) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-    if (function == nullptr) {
-      library.missing = fmt::format("CUPTI has no {}", name);
-    }
-  };
-  find("cuptiGetResultString", library.result_string);
-  find("cuptiProfilerInitialize", library.initialize);
-  find("cuptiDeviceGetChipName", library.chip_name);
-  find("cuptiProfilerHostInitialize", library.host_initialize);
-  find("cuptiProfilerHostConfigAddMetrics", library.add_metrics);
-  find("cuptiProfilerHostGetConfigImageSize", library.config_size);
-  find("cuptiProfilerHostGetConfigImage", library.config_image);
-  find("cuptiProfilerHostGetNumOfPasses", library.passes);
-  find("cuptiProfilerHostEvaluateToGpuValues", library.evaluate);
-  find("cuptiRangeProfilerEnable", library.enable);
-  find("cuptiRangeProfilerDisable", library.disable);
-  find("cuptiRangeProfilerGetCounterDataSize", library.data_size);
-  find("cuptiRangeProfilerCounterDataImageInitialize", library.data_initialize);
-  find("cuptiRangeProfilerSetConfig", library.set_config);
-  find("cuptiRangeProfilerStart", library.start);
-  find("cuptiRangeProfilerPushRange", library.push);
-  find("cuptiRangeProfilerPopRange", library.pop);
-  find("cuptiRangeProfilerStop", library.stop);
-  find("cuptiRangeProfilerDecodeData", library.decode);
+  LoadedLibrary opened("CUPTI", {"libcupti.so.13", "/usr/local/cuda/lib64/libcupti.so.13",
+                                 "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so.13"});
+  opened.find("cuptiGetResultString", library.result_string);
+  opened.find("cuptiProfilerInitialize", library.initialize);
+  opened.find("cuptiDeviceGetChipName", library.chip_name);
+  opened.find("cuptiProfilerHostInitialize", library.host_initialize);
+  opened.find("cuptiProfilerHostConfigAddMetrics", library.add_metrics);
+  opened.find("cuptiProfilerHostGetConfigImageSize", library.config_size);
+  opened.find("cuptiProfilerHostGetConfigImage", library.config_image);
+  opened.find("cuptiProfilerHostGetNumOfPasses", library.passes);
+  opened.find("cuptiProfilerHostEvaluateToGpuValues", library.evaluate);
+  opened.find("cuptiRangeProfilerEnable", library.enable);
+  opened.find("cuptiRangeProfilerDisable", library.disable);
+  opened.find("cuptiRangeProfilerGetCounterDataSize", library.data_size);
+  opened.find("cuptiRangeProfilerCounterDataImageInitialize", library.data_initialize);
+  opened.find("cuptiRangeProfilerSetConfig", library.set_config);
+  opened.find("cuptiRangeProfilerStart", library.start);
+  opened.find("cuptiRangeProfilerPushRange", library.push);
+  opened.find("cuptiRangeProfilerPopRange", library.pop);
+  opened.find("cuptiRangeProfilerStop", library.stop);
+  opened.find("cuptiRangeProfilerDecodeData", library.decode);
+  library.missing = opened.missing();
   return library;
 }
 

@@ -10,6 +10,7 @@
 
 #include "dispatch/kernel_entry.h"
 #include "hw/cuda/tensor_map.h"
+#include "kernels/cuda/accepts_sm90.h"
 #include "tiles/tile_order.h"
 
 namespace rafter {
@@ -58,21 +59,8 @@ Acceptance accepts_device(const KernelProblem& problem) {
 
 Acceptance accepts(const KernelProblem& problem) {
   const AttentionProblem& p = problem.attention;
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
-    return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
-  }
-  if (p.layout == Layout::paged) {
-    return Acceptance::refuse("layout paged is not among dense, packed");
-  }
-  if (problem.splits > 1) {
-    return Acceptance::refuse(fmt::format("splits {}: it does not split the keys", problem.splits));
-  }
-  const std::pair<const char*, std::int64_t> head_dims[] = {{"head_dim", p.head_dim},
-                                                            {"head_dim_v", p.head_dim_v}};
-  for (const auto& [name, value] : head_dims) {
-    if (value % 8 != 0) {
-      return Acceptance::refuse(fmt::format("{} {} is not a multiple of 8", name, value));
-    }
+  if (Acceptance common = cuda::accepts_sm90(problem); !common.yes) {
+    return common;
   }
   if (row_of(p) < 0) {
     return Acceptance::refuse(

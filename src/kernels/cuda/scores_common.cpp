@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "kernels/cuda/accepts_sm90.h"
 #include "tiles/sm90_half_fused.h"
 
 namespace rafter::cuda {
@@ -34,21 +35,8 @@ Acceptance machine_has() {
 
 Acceptance accepts(const KernelProblem& problem, Pipeline pipeline) {
   const AttentionProblem& p = problem.attention;
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
-    return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
-  }
-  if (p.layout == Layout::paged) {
-    return Acceptance::refuse("layout paged is not among dense, packed");
-  }
-  if (problem.splits > 1) {
-    return Acceptance::refuse(fmt::format("splits {}: it does not split the keys", problem.splits));
-  }
-  const std::pair<const char*, std::int64_t> head_dims[] = {{"head_dim", p.head_dim},
-                                                            {"head_dim_v", p.head_dim_v}};
-  for (const auto& [name, value] : head_dims) {
-    if (value % 8 != 0) {
-      return Acceptance::refuse(fmt::format("{} {} is not a multiple of 8", name, value));
-    }
+  if (Acceptance common = cuda::accepts_sm90(problem); !common.yes) {
+    return common;
   }
   if (pipeline == Pipeline::half_fused && tiles::sm90_half_fused_row_for(p.head_dim_v) < 0) {
     return Acceptance::refuse(fmt::format("head_dim_v {} is beyond 256", p.head_dim_v));

@@ -1,0 +1,35 @@
+// What every forward kernel for sm_90a asks of a problem before its own conditions.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "dispatch/kernel_entry.h"
+
+namespace rafter::cuda {
+
+/// 16-bit types, dense or packed, keys in one piece, head dimensions of whole 16-byte chunks.
+inline Acceptance accepts_sm90(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
+    return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
+  }
+  if (p.layout == Layout::paged) {
+    return Acceptance::refuse("layout paged is not among dense, packed");
+  }
+  if (problem.splits > 1) {
+    return Acceptance::refuse(fmt::format("splits {}: it does not split the keys", problem.splits));
+  }
+  const std::pair<const char*, std::int64_t> head_dims[] = {{"head_dim", p.head_dim},
+                                                            {"head_dim_v", p.head_dim_v}};
+  for (const auto& [name, value] : head_dims) {
+    if (value % 8 != 0) {
+      return Acceptance::refuse(fmt::format("{} {} is not a multiple of 8", name, value));
+    }
+  }
+  return Acceptance::accept();
+}
+
+}  // namespace rafter::cuda
