@@ -21,6 +21,8 @@ enum class MaskAlign : std::uint8_t { bottom_right, top_left };
 /// window_right, where offset = seqlen_kv − seqlen_q (bottom_right) or 0 (top_left) and −1 means
 /// unbounded. Causal is the window (−1, 0).
 struct Mask {
+  bool operator==(const Mask&) const = default;
+
   std::int64_t window_left = -1;
   std::int64_t window_right = -1;
   MaskAlign align = MaskAlign::bottom_right;
@@ -43,6 +45,8 @@ enum class Layout : std::uint8_t {
 /// What is asked for: shapes, dtypes and options. Lengths are capacities where the layout has
 /// lengths as data.
 struct AttentionProblem {
+  bool operator==(const AttentionProblem&) const = default;
+
   std::int64_t batch = 1;
   std::int64_t heads_q = 1;
   std::int64_t heads_kv = 0;  // 0: heads_q. Must divide heads_q.
