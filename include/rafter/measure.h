@@ -90,6 +90,9 @@ std::string why_no_cuda(int index = 0);
 /// What tells the device from every other, as its probe notes it ("gpu_uuid"); "" without one.
 std::string cuda_uuid(int index = 0);
 
+/// Waits until what is queued on a stream of a CUDA device is done.
+Status synchronize(const Device& device, Stream stream);
+
 /// Memory of a device, freed with the object. Errors: device_error, also where there is no device.
 class DeviceMemory {
  public:

@@ -39,6 +39,11 @@ std::string cuda_uuid(int index) {
   return properties ? properties->uuid : std::string();
 }
 
+Status synchronize(const Device& device, Stream stream) {
+  const cuda::DeviceScope scope(device.index);
+  return scope.status() ? cuda::synchronize(stream.handle) : scope.status();
+}
+
 Result<DeviceMemory> DeviceMemory::allocate(const Device& device, std::int64_t bytes) {
   const cuda::DeviceScope scope(device.index);
   if (!scope.status()) {

@@ -14,6 +14,7 @@ struct DeviceClock::State {};
 
 std::string why_no_cuda(int) { return kNoCuda; }
 std::string cuda_uuid(int) { return {}; }
+Status synchronize(const Device&, Stream) { return no_cuda(); }
 
 Result<DeviceMemory> DeviceMemory::allocate(const Device&, std::int64_t) { return no_cuda(); }
 Status DeviceMemory::upload(const void*, std::int64_t) const { return no_cuda(); }
