@@ -1,13 +1,21 @@
-"""Arrays of any library: what the compiled half takes, and results of the caller's type."""
+"""Libraries of arrays: what the compiled half asks of those that have no C interface of DLPack.
+
+An array of any library is exported by DLPack without a copy. Libraries are known by name only
+where DLPack leaves something open (the current stream, how to allocate, dtypes that it cannot
+carry), and are never imported: a caller who has their arrays has imported them.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Iterator, Optional, Tuple
 
-from . import _core
+_CUDA = (2, 13)  # DLPack's device types of CUDA and of CUDA's managed memory
+_LEGACY_STREAM = 1  # what DLPack calls the stream whose handle is 0
 
-FLOAT32 = "float32"
+# Dtypes of ml_dtypes that NumPy cannot export, and the integers that carry them.
+_AS_INTEGERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 def library_of(array: Any) -> str:
@@ -15,77 +23,109 @@ def library_of(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def dtype_name(array: Any) -> str:
-    """ "float32", "bfloat16", ... of an array that has a dtype, else ""."""
-    return str(getattr(array, "dtype", "")).rpartition(".")[2]
+def device_of(array: Any) -> Optional[Tuple[int, int]]:
+    """DLPack's (device type, index) of an array; None without DLPack."""
+    device = getattr(array, "__dlpack_device__", None)
+    return None if device is None else tuple(int(x) for x in device())
 
 
-def _bits(array: Any) -> tuple[Any, bool]:
-    """The array as DLPack can carry it, and whether its uint16 are bfloat16.
-
-    NumPy has no bfloat16 of its own; that of ml_dtypes cannot be exported and goes as uint16.
-    """
-    if library_of(array) == "numpy" and dtype_name(array) == "bfloat16":
-        return array.view("uint16"), True
-    return array, False
+def _is_cuda(array: Any) -> bool:
+    device = device_of(array)
+    return device is not None and device[0] in _CUDA
 
 
-def _checked(name: str, array: Any) -> Any:
-    """The array; a ValueError where its gradient would be lost."""
-    if getattr(array, "requires_grad", False):
-        raise ValueError(
-            f"{name}: a tensor that requires grad given; tensors without gradient allowed "
-            "(detach() them)"
-        )
-    return array
+def current_stream(array: Any) -> int:
+    """The handle of the current stream of an array's library, 0 where it tells none."""
+    library = library_of(array)
+    if library == "torch":
+        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream
+    if library == "cupy":
+        return sys.modules["cupy"].cuda.get_current_stream(array.device.id).ptr
+    return 0
 
 
-def inputs(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    seqused_kv: Any = None,
-    page_table: Any = None,
-    decode: bool = False,
-) -> _core.Inputs:
-    names = ("q", "k_cache", "v_cache") if decode else ("q", "k", "v")
-    arrays, bf16 = zip(*(_bits(_checked(n, a)) for n, a in zip(names, (q, k, v))))
-    return _core.Inputs(
-        *arrays,
-        bf16=bf16,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        seqused_kv=seqused_kv,
-        page_table=page_table,
-        decode=decode,
+def exported(array: Any, stream: int) -> Tuple[Any, Optional[str]]:
+    """What can be read by DLPack or as a buffer, and the dtype that it stands for where that is
+    another. On CUDA the array is ready for work on `stream`."""
+    if library_of(array) == "numpy":
+        name = array.dtype.name
+        if name in _AS_INTEGERS:
+            return array.view(_AS_INTEGERS[name]), name
+        return array, None
+    if _is_cuda(array):
+        return array.__dlpack__(stream=stream or _LEGACY_STREAM), None
+    return array, None
+
+
+def empty(like: Any, shape: Tuple[int, ...], dtype: str, zero: bool) -> Any:
+    """A contiguous array of the library and on the device of `like`, of its dtype or "float32";
+    None where the library's arrays cannot be written from outside."""
+    library = library_of(like)
+    if library == "torch":
+        make = like.new_zeros if zero else like.new_empty
+        float32 = sys.modules["torch"].float32
+        return make(shape) if dtype != "float32" else make(shape, dtype=float32)
+    if library == "numpy":
+        numpy = sys.modules["numpy"]
+        make = numpy.zeros if zero else numpy.empty
+        return make(shape, "float32" if dtype == "float32" else like.dtype)
+    if library == "cupy":
+        cupy = sys.modules["cupy"]
+        make = cupy.zeros if zero else cupy.empty
+        with like.device:
+            return make(shape, "float32" if dtype == "float32" else like.dtype)
+    return None
+
+
+def empty_bytes(like: Any, size: int) -> Any:
+    """Memory on the device of `like` from its library's allocator, which gives it to nobody before
+    the work of the current stream is done; None without such a library."""
+    library = library_of(like)
+    if library == "torch":
+        return like.new_empty((size,), dtype=sys.modules["torch"].int8)
+    if library == "cupy":
+        with like.device:
+            return sys.modules["cupy"].empty((size,), "int8")
+    return None
+
+
+def adopted(array: Any, like: Any) -> Any:
+    """An array of ours as one of the library of `like`, where that can be known."""
+    namespace = getattr(like, "__array_namespace__", None)
+    return array if namespace is None else namespace().from_dlpack(array)
+
+
+def _handle(stream: Any) -> int:
+    """The cudaStream_t of a stream: an integer, or an object of torch, CuPy or cuda.core."""
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int(protocol()[1])
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    if isinstance(stream, int) and stream >= 0:
+        return stream
+    raise ValueError(
+        f"stream: {stream!r} given; a stream of torch or CuPy, an object with __cuda_stream__, or "
+        "the handle of a cudaStream_t as an integer allowed"
     )
 
 
-def tensor(name: str, array: Any, writable: bool = False) -> _core.Tensor:
-    array, bf16 = _bits(_checked(name, array))
-    return _core.Tensor(name, array, writable=writable, bits16_are_bf16=bf16)
-
-
-class Output:
-    """A result: memory that can be written, and what the caller gets of it."""
-
-    def __init__(self, like: Any, shape: tuple[int, ...], dtype: str | None = None):
-        """`dtype` is "float32", or None for that of `like`."""
-        self._finish = None
-        library = library_of(like)
-        if library == "numpy":
-            self.array = sys.modules["numpy"].empty(shape, dtype=dtype or like.dtype)
-        elif library == "torch":
-            torch = sys.modules["torch"]
-            wanted = torch.float32 if dtype == FLOAT32 else like.dtype
-            self.array = torch.empty(shape, dtype=wanted, device=like.device)
-        else:
-            # Written once here, then handed to the caller's library without a copy.
-            self.array = _core.empty(shape, dtype or dtype_name(like) or FLOAT32)
-            namespace = getattr(like, "__array_namespace__", None)
-            self._finish = namespace().from_dlpack if namespace else None
-
-    def result(self) -> Any:
-        return self._finish(self.array) if self._finish else self.array
+@contextmanager
+def on_stream(like: Any, stream: Any) -> Iterator[int]:
+    """Makes `stream` the current one of the library of `like`, so that memory which it allocates
+    belongs to that stream. Gives the stream's handle."""
+    handle = _handle(stream)
+    if not _is_cuda(like):
+        raise ValueError(f"stream: {stream!r} given; None allowed with arrays in host memory")
+    library = library_of(like)
+    if library == "torch":
+        cuda = sys.modules["torch"].cuda
+        with cuda.stream(cuda.ExternalStream(handle, device=like.device)):
+            yield handle
+    elif library == "cupy":
+        cuda = sys.modules["cupy"].cuda
+        with like.device, cuda.ExternalStream(handle, like.device.id):
+            yield handle
+    else:
+        yield handle

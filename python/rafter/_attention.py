@@ -1,26 +1,21 @@
-"""Attention, decoding, merging and plans on arrays."""
+"""Attention, decoding, gradients and merging on arrays."""
 
 from __future__ import annotations
 
 from typing import Any, Optional, Sequence, Tuple
 
 from . import _core
-from ._arrays import FLOAT32, Output, inputs, tensor
-from ._explain import Explanation
+from ._arrays import on_stream
 
 Window = Optional[Tuple[Optional[int], Optional[int]]]
 
 
-def _run(plan: _core.Plan, given: _core.Inputs, q: Any, out: Any, return_lse: bool) -> Any:
-    made = Output(q, given.o_shape) if out is None else None
-    lse = Output(q, given.lse_shape, FLOAT32) if return_lse else None
-    plan.forward(
-        given,
-        tensor("out", out if made is None else made.array, writable=True),
-        None if lse is None else tensor("lse", lse.array, writable=True),
-    )
-    o = out if made is None else made.result()
-    return o if lse is None else (o, lse.result())
+def on(stream: Any, array: Any, call: Any, *arguments: Any) -> Any:
+    """The call on a stream that the caller names, or on the current one of the array's library."""
+    if stream is None:
+        return call(*arguments, None)
+    with on_stream(array, stream) as handle:
+        return call(*arguments, handle)
 
 
 def attention(
@@ -35,25 +30,37 @@ def attention(
     softcap: Optional[float] = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_kv: Optional[int] = None,
     seqused_kv: Any = None,
     page_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
     pipeline: Optional[str] = None,
     kernel: Optional[str] = None,
     threads: int = 0,
     splits: int = 0,
+    stream: Any = None,
 ) -> Any:
     """O = softmax(softmax_scale · QKᵀ + mask) V, exact, accumulated in float32.
 
-    Arrays are of any library with DLPack, in host memory, float32, float16 or bfloat16, with any
-    strides whose head_dim is contiguous. Nothing is copied; the result is of q's type. A query row
-    that sees no key gives 0, and its lse is -inf.
+    Arrays are of any library with DLPack, in host memory or all on one CUDA device, float32,
+    float16 or bfloat16, with any strides whose head_dim is contiguous. Nothing is copied; the
+    result is of q's type. A query row that sees no key gives 0, and its lse is -inf.
+
+    On a CUDA device the work is queued on the current stream of q's library and nothing waits for
+    it (arrays of libraries that tell no stream, such as JAX, are the exception: the result is
+    ready when the call returns). Workspace comes from that library's allocator. Calls can be
+    captured in a CUDA graph. Lengths and page tables are read on the device: what is wrong with
+    their values is not found by the call.
 
     Args:
         q: [batch, seqlen_q, heads_q, head_dim]; with cu_seqlens_q [total_q, heads_q, head_dim].
         k: [batch, seqlen_kv, heads_kv, head_dim]; heads_kv divides heads_q. With cu_seqlens_kv
             [total_kv, heads_kv, head_dim]; with page_table [pages, page_size, heads_kv, head_dim].
+            May be int8 with k_scale, or float8_e4m3fn.
         v: as k, with a head_dim_v of its own.
         causal: row i sees keys up to i + seqlen_kv - seqlen_q (bottom-right).
         window: (left, right), in keys beside the diagonal; None or -1 is unbounded.
@@ -61,36 +68,39 @@ def attention(
         softmax_scale: natural; default 1 / sqrt(head_dim).
         softcap: scores become softcap · tanh(score / softcap); None or 0 is off.
         cu_seqlens_q, cu_seqlens_kv: [batch + 1] int32 or int64, offsets of packed sequences.
+        max_seqlen_q, max_seqlen_kv: the longest of the packed sequences, or more. Default: read
+            from the offsets in host memory; all rows where the offsets are on a CUDA device.
         seqused_kv: [batch] int32 or int64, keys of each sequence (at most seqlen_kv).
         page_table: [batch, pages per sequence] int32 or int64, page numbers; needs seqused_kv.
+        k_scale, v_scale: float32 factors of 8-bit k and v: one per key and head, of the shape of k
+            without head_dim, or one per head, [heads_kv].
         return_lse: also return lse, float32, natural logarithm, [batch, heads_q, seqlen_q]
             (packed: [heads_q, total_q]).
         out: an array for the result, of q's dtype or float32; returned.
         pipeline: "unfused", "half-fused", "fused" or "split-kv"; default: the cheapest kernel's.
         kernel: the name of a kernel (rafter.kernels() lists them).
-        threads: 0 is the OpenMP default.
+        threads: of a CPU; 0 is the OpenMP default.
         splits: parts of the keys for split-kv; 0 chooses.
+        stream: of a CUDA device, in place of the current one: a stream of torch or CuPy, an object
+            with __cuda_stream__, or the handle of a cudaStream_t. Results belong to it.
 
     Returns: o [batch, seqlen_q, heads_q, head_dim_v], or (o, lse).
 
     Raises:
         ValueError: names the argument, what was given and what is allowed; nothing was written.
         NotImplementedError: no kernel here does it; says which refused and why.
+        RuntimeError: the device failed, or has no memory left.
     """
-    given = inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table)
-    plan = _core.plan_arrays(
-        given,
-        causal=causal,
-        window=window,
-        align=align,
-        softmax_scale=softmax_scale,
-        softcap=softcap or 0.0,
-        pipeline=pipeline,
-        kernel=kernel,
-        threads=threads,
-        splits=splits,
-    )
-    return _run(plan, given, q, out, return_lse)
+    arrays = (
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale
+    )  # fmt: skip
+    options = (
+        causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, splits
+    )  # fmt: skip
+    return on(
+        stream, q, _core.attend, arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, out,
+        False, False,
+    )  # fmt: skip
 
 
 def decode(
@@ -104,12 +114,15 @@ def decode(
     window: Window = None,
     softmax_scale: Optional[float] = None,
     softcap: Optional[float] = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
     pipeline: Optional[str] = None,
     kernel: Optional[str] = None,
     threads: int = 0,
     splits: int = 0,
+    stream: Any = None,
 ) -> Any:
     """Attention of a few new queries of each sequence against its cache of keys and values.
 
@@ -118,31 +131,82 @@ def decode(
     Args:
         q: [batch, heads_q, head_dim] for one query each, or [batch, seqlen_q, heads_q, head_dim].
         k_cache: [batch, capacity, heads_kv, head_dim]; with page_table
-            [pages, page_size, heads_kv, head_dim].
+            [pages, page_size, heads_kv, head_dim]. May be int8 with k_scale, or float8_e4m3fn.
         v_cache: as k_cache, with a head_dim_v of its own.
         seqused: [batch] int32 or int64, keys in each cache, the new ones included; None: all.
         page_table: [batch, pages per sequence] int32 or int64; needs seqused.
         causal: the last query sees the last key, the one before it one less, and so on.
+        k_scale, v_scale: float32 factors of 8-bit caches: one per key and head, of the shape of
+            k_cache without head_dim, or one per head, [heads_kv].
     The other arguments, results and errors are those of rafter.attention; lse is [batch, heads_q]
     where q has three dims.
     """
-    given = inputs(q, k_cache, v_cache, None, None, seqused, page_table, decode=True)
-    plan = _core.plan_arrays(
-        given,
-        causal=causal,
-        window=window,
-        align=None,
-        softmax_scale=softmax_scale,
-        softcap=softcap or 0.0,
-        pipeline=pipeline,
-        kernel=kernel,
-        threads=threads,
-        splits=splits,
-    )
-    return _run(plan, given, q, out, return_lse)
+    arrays = (q, k_cache, v_cache, None, None, seqused, page_table, k_scale, v_scale)
+    options = (
+        causal, window, None, softmax_scale, softcap, pipeline, kernel, threads, splits
+    )  # fmt: skip
+    return on(
+        stream, q, _core.attend, arrays, options, None, None, return_lse, out, True, False
+    )  # fmt: skip
 
 
-def merge(states: Sequence[Tuple[Any, Any]], *, out: Optional[Tuple[Any, Any]] = None) -> Any:
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    d_o: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    window: Window = None,
+    align: Optional[str] = None,
+    softmax_scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_kv: Optional[int] = None,
+    seqused_kv: Any = None,
+    out: Optional[Tuple[Any, Any, Any]] = None,
+    pipeline: Optional[str] = None,
+    kernel: Optional[str] = None,
+    threads: int = 0,
+    stream: Any = None,
+) -> Tuple[Any, Any, Any]:
+    """The gradients of rafter.attention with respect to q, k and v; the same bits every time.
+
+    Args:
+        q, k, v: what the forward pass took, with its options.
+        o, lse: what it gave.
+        d_o: the gradient with respect to o, of q's dtype or float32.
+        dlse: the gradient with respect to lse, float32; None is zero.
+        out: (dq, dk, dv) to write to, each of q's dtype or float32; returned. Rows that belong to
+            no sequence are not written there; in arrays that the call makes they are 0.
+    The other arguments and the errors are those of rafter.attention.
+
+    Returns: (dq, dk, dv), of the shapes of q, k, v and of q's dtype.
+    """
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, None, None, None)
+    options = (
+        causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, 0
+    )  # fmt: skip
+    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 3):
+        raise ValueError(f"out: {type(out).__name__} given; None or (dq, dk, dv) allowed")
+    return on(
+        stream, q, _core.attend_backward, arrays, (o, lse, d_o, dlse), options, max_seqlen_q,
+        max_seqlen_kv, out,
+    )  # fmt: skip
+
+
+def merge(
+    states: Sequence[Tuple[Any, Any]],
+    *,
+    out: Optional[Tuple[Any, Any]] = None,
+    packed: Optional[bool] = None,
+    stream: Any = None,
+) -> Any:
     """Merges attention states over disjoint keys into the state over their union.
 
     lse = log Σ exp(lse_i), o = Σ exp(lse_i - lse) o_i. Exact: an empty state (lse = -inf) with X is
@@ -150,174 +214,15 @@ def merge(states: Sequence[Tuple[Any, Any]], *, out: Optional[Tuple[Any, Any]] =
 
     Args:
         states: (o, lse) pairs: o [batch, seqlen_q, heads_q, head_dim_v] and lse float32 [batch,
-            heads_q, seqlen_q], or as rafter.attention returned them for packed sequences.
+            heads_q, seqlen_q], or as rafter.attention returned them for packed sequences, or
+            rafter.decode for one query each.
         out: (o, lse) to write to; may be one of the states.
+        packed: whether an o of three dims is of packed sequences, lse [heads_q, total_q], or of one
+            query each, lse [batch, heads_q]. Needed only where both would fit the shapes.
+        stream: as in rafter.attention.
 
     Returns: (o, lse), of the type of the first state.
     """
     states = list(states)
-    if not states:
-        raise ValueError("states: none given; one state or more allowed")
-    parts = []
-    for i, state in enumerate(states):
-        if not isinstance(state, (tuple, list)) or len(state) != 2:
-            raise ValueError(f"states[{i}]: {type(state).__name__} given; a pair (o, lse) allowed")
-        o, lse = state
-        parts.append((tensor(f"states[{i}].o", o), tensor(f"states[{i}].lse", lse)))
-    if out is not None:
-        to_o, to_lse = out
-        _core.merge(
-            parts, tensor("out.o", to_o, writable=True), tensor("out.lse", to_lse, writable=True)
-        )
-        return out
-    o, lse = states[0]
-    made_o, made_lse = Output(o, tuple(o.shape)), Output(lse, tuple(lse.shape), FLOAT32)
-    _core.merge(
-        parts,
-        tensor("out.o", made_o.array, writable=True),
-        tensor("out.lse", made_lse.array, writable=True),
-    )
-    return made_o.result(), made_lse.result()
-
-
-class Plan:
-    """A validated problem with its kernel, workspace and predicted cost; made by rafter.plan.
-
-    Immutable, and usable from any thread.
-    """
-
-    def __init__(self, core: _core.Plan):
-        self._core = core
-
-    @property
-    def kernel(self) -> str:
-        """The chosen kernel."""
-        return self._core.kernel
-
-    @property
-    def pipeline(self) -> str:
-        return self._core.pipeline
-
-    @property
-    def threads(self) -> int:
-        return self._core.threads
-
-    @property
-    def workspace_bytes(self) -> int:
-        """What a run allocates beside its results, in bytes."""
-        return self._core.workspace_bytes
-
-    @property
-    def problem(self) -> dict:
-        """The sizes and options, with defaults filled in."""
-        return self._core.problem
-
-    @property
-    def candidates(self) -> list:
-        """Every kernel that was looked at: its predicted seconds, or why it was refused."""
-        return self._core.candidates
-
-    @property
-    def explanation(self) -> Explanation:
-        """What the plan costs, and its wall on the device that it was made for."""
-        return Explanation(pipeline=self.pipeline, pass_="forward", **self._core.cost())
-
-    def explain(self) -> str:
-        """Several lines: the problem, the kernel and its wall, every candidate with its time or
-        its refusal."""
-        return self._core.explain()
-
-    def forward(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_kv: Any = None,
-        seqused_kv: Any = None,
-        page_table: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Runs the plan; arrays, results and errors as rafter.attention."""
-        given = inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table)
-        return _run(self._core, given, q, out, return_lse)
-
-    def __repr__(self) -> str:
-        return f"<rafter.Plan {self.kernel} ({self.pipeline}), {self.workspace_bytes} B workspace>"
-
-    def __str__(self) -> str:
-        return self.explain()
-
-
-def plan(
-    *,
-    seqlen_q: int,
-    seqlen_kv: Optional[int] = None,
-    batch: int = 1,
-    heads_q: int = 1,
-    heads_kv: int = 0,
-    head_dim: int = 128,
-    head_dim_v: int = 0,
-    dtype: str = "f32",
-    causal: bool = False,
-    window: Window = None,
-    align: Optional[str] = None,
-    softmax_scale: Optional[float] = None,
-    softcap: Optional[float] = None,
-    total_q: int = 0,
-    total_kv: int = 0,
-    page_size: int = 0,
-    num_pages: int = 0,
-    seqused_kv: bool = False,
-    pipeline: Optional[str] = None,
-    kernel: Optional[str] = None,
-    threads: int = 0,
-    splits: int = 0,
-    device_spec: Optional[str] = None,
-) -> Plan:
-    """Chooses the kernel of least predicted time for a problem, to be run as often as wanted.
-
-    Args:
-        seqlen_q, seqlen_kv: rows and keys of a sequence (capacities where lengths are data);
-            seqlen_kv is seqlen_q by default.
-        heads_kv: 0 is heads_q. head_dim_v: 0 is head_dim.
-        dtype: "f32", "f16" or "bf16".
-        total_q, total_kv: rows of all packed sequences; above 0 asks for the packed layout.
-        page_size, num_pages: keys per page and pages of a paged cache.
-        seqused_kv: whether a run gives the keys of each sequence.
-        device_spec: ceilings for the prediction: a name of rafter.devices or a file of
-            `rafter probe`; default: an estimate of this machine.
-    The others are those of rafter.attention.
-    """
-    sizes = {
-        "batch": batch,
-        "heads_q": heads_q,
-        "heads_kv": heads_kv,
-        "seqlen_q": seqlen_q,
-        "seqlen_kv": seqlen_q if seqlen_kv is None else seqlen_kv,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "dtype": dtype,
-        "total_q": total_q,
-        "total_kv": total_kv,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "seqused_kv": seqused_kv,
-    }
-    return Plan(
-        _core.plan_sizes(
-            sizes,
-            causal=causal,
-            window=window,
-            align=align,
-            softmax_scale=softmax_scale,
-            softcap=softcap or 0.0,
-            pipeline=pipeline,
-            kernel=kernel,
-            threads=threads,
-            splits=splits,
-            device_spec=device_spec,
-        )
-    )
+    first = states[0][0] if states and isinstance(states[0], (tuple, list)) else None
+    return on(stream, first, _core.merge, states, out, packed)

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
+
+#include "errors.h"
 
 namespace rafter::python {
 namespace {
@@ -16,134 +19,244 @@ std::string text(const std::array<std::int64_t, 4>& sizes, int rank) {
   return out + "]";
 }
 
-std::optional<DType> dtype_of(nb::dlpack::dtype given, bool bits16_are_bf16) {
+std::optional<DType> dtype_of(nb::dlpack::dtype given) {
   using Code = nb::dlpack::dtype_code;
-  if (given.lanes != 1) {
-    return std::nullopt;
-  }
-  const auto is = [&](Code code, int bits) {
-    return given.code == static_cast<std::uint8_t>(code) && given.bits == bits;
-  };
-  if (is(Code::Float, 32)) {
-    return DType::f32;
-  }
-  if (is(Code::Float, 16)) {
-    return DType::f16;
-  }
-  if (is(Code::Bfloat, 16) || (bits16_are_bf16 && is(Code::UInt, 16))) {
-    return DType::bf16;
-  }
-  if (is(Code::Float8_E4M3FN, 8)) {
-    return DType::e4m3;
-  }
-  if (is(Code::Float8_E5M2, 8)) {
-    return DType::e5m2;
-  }
-  if (is(Code::Int, 8)) {
-    return DType::int8;
+  const std::tuple<Code, int, DType> known[] = {
+      {Code::Float, 32, DType::f32},       {Code::Float, 16, DType::f16},
+      {Code::Bfloat, 16, DType::bf16},     {Code::Float8_E4M3FN, 8, DType::e4m3},
+      {Code::Float8_E5M2, 8, DType::e5m2}, {Code::Int, 8, DType::int8}};
+  for (const auto& [code, bits, dtype] : known) {
+    if (given.code == static_cast<std::uint8_t>(code) && given.bits == bits && given.lanes == 1) {
+      return dtype;
+    }
   }
   return std::nullopt;
 }
 
 std::string dtype_text(nb::dlpack::dtype given) {
   const char* names[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
-  const std::string kind = given.code < std::size(names)
-                               ? names[given.code]
-                               : "dtype code " + std::to_string(given.code) + ", bits ";
+  if (given.code >= std::size(names)) {
+    return "dtype code " + std::to_string(given.code) + ", bits " + std::to_string(given.bits);
+  }
+  const std::string kind = names[given.code];
   return kind == "bool" ? kind : kind + std::to_string(given.bits);
 }
 
-/// The array behind an object; a ValueError names the argument where there is none.
-nb::ndarray<nb::ro> import(const std::string& name, nb::handle object, bool writable) {
-  const auto type_name = [&] {
-    return nb::cast<std::string>(nb::str(object.type().attr("__name__")));
-  };
-  nb::ndarray<nb::ro> array;
-  if (!nb::try_cast(object, array)) {
-    raise_invalid(name, type_name(), "an array (DLPack or a buffer) of a dtype that they can name");
+/// Managed memory is reached from both sides and runs on the GPU.
+bool is_cuda(int device_type) {
+  return device_type == nb::device::cuda::value || device_type == nb::device::cuda_managed::value;
+}
+
+Device device_of(const std::string& name, nb::dlpack::device given) {
+  if (is_cuda(given.device_type)) {
+    return Device::cuda(given.device_id);
   }
-  if (writable) {
-    nb::ndarray<> mutable_array;
-    if (!nb::try_cast(object, mutable_array)) {
-      raise_invalid(name, "a read-only array", "an array that can be written");
+  if (given.device_type != nb::device::cpu::value &&
+      given.device_type != nb::device::cuda_host::value) {
+    raise_invalid(name, "an array on DLPack device type " + std::to_string(given.device_type),
+                  "arrays in host memory or on a CUDA device");
+  }
+  return Device::cpu();
+}
+
+[[noreturn]] void raise_no_array(const std::string& name, nb::handle object) {
+  raise_invalid(name, nb::cast<std::string>(nb::str(object.type().attr("__name__"))),
+                "an array (DLPack or a buffer) of a dtype that they can name");
+}
+
+/// The module of the package that knows the libraries of arrays.
+nb::handle libraries() {
+  static const nb::handle kModule = nb::module_::import_("rafter._arrays").release();
+  return kModule;
+}
+
+/// What a library that cannot name a dtype calls it, for arrays that it exports as plain integers.
+std::optional<nb::dlpack::dtype> dtype_named(nb::handle name) {
+  using Code = nb::dlpack::dtype_code;
+  if (name.is_none()) {
+    return std::nullopt;
+  }
+  const std::string text = nb::cast<std::string>(name);
+  const std::tuple<const char*, Code, std::uint8_t> known[] = {
+      {"bfloat16", Code::Bfloat, 16},
+      {"float8_e4m3fn", Code::Float8_E4M3FN, 8},
+      {"float8_e5m2", Code::Float8_E5M2, 8}};
+  for (const auto& [known_name, code, bits] : known) {
+    if (text == known_name) {
+      return nb::dlpack::dtype{static_cast<std::uint8_t>(code), bits, 1};
     }
   }
-  if (array.device_type() == nb::device::cuda::value) {
-    raise(Status::unsupported(name, "a CUDA array",
-                              "the Python package runs arrays in host memory; the C++ and C APIs "
-                              "run on GPUs"));
-  }
-  if (array.device_type() != nb::device::cpu::value &&
-      array.device_type() != nb::device::cuda_host::value) {
-    raise_invalid(name, "an array on DLPack device type " + std::to_string(array.device_type()),
-                  "arrays in host memory");
-  }
-  return array;
+  return std::nullopt;
 }
 
 }  // namespace
 
-void raise_invalid(std::string parameter, std::string given, std::string allowed) {
-  throw nb::value_error(
-      Status::invalid_argument(std::move(parameter), std::move(given), std::move(allowed))
-          .message()
-          .c_str());
+std::string text(const Device& device) {
+  return device.kind == Device::Kind::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
 }
 
-void raise(const Status& status) {
-  switch (status.code()) {
-    case StatusCode::kOk:
-      return;
-    case StatusCode::kInvalidArgument:
-      throw nb::value_error(status.message().c_str());
-    case StatusCode::kUnsupported:
-      PyErr_SetString(PyExc_NotImplementedError, status.message().c_str());
-      throw nb::python_error();
-    case StatusCode::kIoError:
-      PyErr_SetString(PyExc_OSError, status.message().c_str());
-      throw nb::python_error();
-    case StatusCode::kDeviceError:
-      break;
+void Array::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
+  device = device_of(name, tensor.device);
+  data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  dtype = tensor.dtype;
+  if (tensor.ndim > 4) {
+    raise_invalid(name, std::to_string(tensor.ndim) + " dims", "4 or fewer");
   }
-  PyErr_SetString(PyExc_RuntimeError, status.message().c_str());
-  throw nb::python_error();
+  rank = tensor.ndim;
+  std::int64_t contiguous = 1;
+  bool is_empty = false;
+  for (int i = 0; i < rank; ++i) {
+    shape[static_cast<std::size_t>(i)] = tensor.shape[i];
+    is_empty = is_empty || tensor.shape[i] == 0;
+  }
+  for (int i = rank; i-- > 0;) {
+    const auto at = static_cast<std::size_t>(i);
+    // Where a stride is never taken, libraries export what they like.
+    const bool is_taken = tensor.strides != nullptr && !is_empty && shape[at] != 1;
+    stride[at] = is_taken ? tensor.strides[i] : contiguous;
+    contiguous *= std::max<std::int64_t>(shape[at], 1);
+  }
 }
 
-Tensor::Tensor(std::string name_, nb::handle object, bool writable, bool bits16_are_bf16)
-    : name(std::move(name_)), array(import(name, object, writable)) {
-  const std::optional<DType> known = dtype_of(array.dtype(), bits16_are_bf16);
+void Array::read(const std::string& name, nb::handle object, const Place& place, Access access) {
+  const ExchangeApi* api =
+      object.type().ptr() == place.api_type.ptr() ? place.api : exchange_api_of(object);
+  if (api == nullptr) {
+    import(name, object, place, access);
+    return;
+  }
+  if (access == Access::read && api->borrowed_of != nullptr) {
+    nb::dlpack::dltensor tensor;
+    if (api->borrowed_of(object.ptr(), &tensor) != 0) {
+      throw nb::python_error();
+    }
+    take(name, tensor);
+    return;
+  }
+  ManagedTensor* managed = nullptr;
+  if (api->managed_of(object.ptr(), &managed) != 0) {
+    throw nb::python_error();
+  }
+  managed_.reset(managed);
+  if (access == Access::write && (managed->flags & kDlpackReadOnly) != 0) {
+    raise_invalid(name, "a read-only array", "an array that can be written");
+  }
+  take(name, managed->tensor);
+}
+
+void Array::import(const std::string& name, nb::handle object, const Place& place, Access access) {
+  if (object.is_none()) {
+    raise_no_array(name, object);
+  }
+  const nb::object exported =
+      libraries().attr("exported")(object, reinterpret_cast<std::uintptr_t>(place.stream.handle));
+  const nb::object source = exported[0];
+  if (access == Access::write) {
+    nb::ndarray<> writable;
+    if (!nb::try_cast(source, writable)) {
+      nb::ndarray<nb::ro> readable;
+      if (!nb::try_cast(source, readable)) {
+        raise_no_array(name, object);
+      }
+      raise_invalid(name, "a read-only array", "an array that can be written");
+    }
+    imported_ = nb::ndarray<nb::ro>(writable);
+  } else if (!nb::try_cast(source, imported_)) {
+    raise_no_array(name, object);
+  }
+  if (imported_.ndim() > 4) {
+    raise_invalid(name, std::to_string(imported_.ndim()) + " dims", "4 or fewer");
+  }
+  nb::dlpack::dltensor tensor;
+  tensor.data = const_cast<void*>(imported_.data());
+  tensor.device = {imported_.device_type(), imported_.device_id()};
+  tensor.ndim = static_cast<std::int32_t>(imported_.ndim());
+  tensor.dtype = dtype_named(exported[1]).value_or(imported_.dtype());
+  std::array<std::int64_t, 4> sizes{}, steps{};
+  for (std::size_t i = 0; i < imported_.ndim(); ++i) {
+    sizes[i] = static_cast<std::int64_t>(imported_.shape(i));
+    steps[i] = imported_.stride(i);
+  }
+  tensor.shape = sizes.data();
+  tensor.strides = steps.data();
+  take(name, tensor);
+}
+
+Array::Array(const std::string& name, nb::handle object, const Place& place, Access access) {
+  read(name, object, place, access);
+  if (device.kind != place.device.kind || device.index != place.device.index) {
+    raise_invalid(name, "an array on " + text(device),
+                  text(place.device) + ", where the first array is");
+  }
+}
+
+std::int64_t Array::size() const {
+  std::int64_t size = 1;
+  for (int i = 0; i < rank; ++i) {
+    size *= shape[static_cast<std::size_t>(i)];
+  }
+  return size;
+}
+
+Place place_of(const std::string& name, nb::handle array, nb::handle stream) {
+  Place place;
+  place.array = array;
+  place.api = exchange_api_of(array);
+  place.api_type = array.type();
+  if (!stream.is_none()) {
+    place.stream.handle = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(stream));
+  }
+  Array first;
+  if (place.api != nullptr) {
+    first.read(name, array, place, Array::Access::read);
+    place.device = first.device;
+    if (place.is_cuda() && stream.is_none() &&
+        place.api->current_stream(nb::device::cuda::value, place.device.index,
+                                  &place.stream.handle) != 0) {
+      throw nb::python_error();
+    }
+    return place;
+  }
+  const nb::object device = libraries().attr("device_of")(array);  // None: no DLPack
+  if (device.is_none()) {
+    return place;
+  }
+  place.device =
+      device_of(name, {nb::cast<std::int32_t>(device[0]), nb::cast<std::int32_t>(device[1])});
+  if (place.is_cuda() && stream.is_none()) {
+    place.stream.handle = reinterpret_cast<void*>(
+        nb::cast<std::uintptr_t>(libraries().attr("current_stream")(array)));
+  }
+  return place;
+}
+
+Tensor::Tensor(std::string name_, nb::handle object, const Place& place, Array::Access access,
+               bool grad)
+    : name(std::move(name_)) {
+  if (!grad) {
+    const nb::object requires_grad = nb::getattr(object, "requires_grad", nb::none());
+    if (requires_grad.ptr() == Py_True) {
+      raise_invalid(name, "a tensor that requires grad",
+                    "tensors without gradient (detach() them; rafter.torch has gradients)");
+    }
+  }
+  array = Array(name, object, place, access);
+  const std::optional<DType> known = dtype_of(array.dtype);
   if (!known) {
-    raise_invalid(name + ".dtype", dtype_text(array.dtype()), "float32, float16, bfloat16");
+    raise_invalid(name + ".dtype", dtype_text(array.dtype), "float32, float16, bfloat16");
   }
   dtype = *known;
-  if (array.ndim() < 2 || array.ndim() > 4) {
-    raise_invalid(name, std::to_string(array.ndim()) + " dims",
-                  "4: [batch, seqlen, heads, head_dim], or 3");
-  }
-  rank = static_cast<int>(array.ndim());
-  for (std::size_t i = 0; i < array.ndim(); ++i) {
-    shape[i] = static_cast<std::int64_t>(array.shape(i));
-    stride[i] = array.stride(i);
-  }
-  // Where a stride is never taken, libraries export what they like.
-  std::int64_t contiguous = 1;
-  for (std::size_t i = array.ndim(); i-- > 0;) {
-    if (array.size() == 0 || shape[i] == 1) {
-      stride[i] = contiguous;
-    }
-    contiguous *= std::max<std::int64_t>(shape[i], 1);
-  }
 }
 
 TensorView Tensor::view(bool packed) const {
-  if (rank != 4 && rank != 3) {
-    raise_invalid(name, "shape " + text(shape, rank),
-                  packed ? "[total, heads, head_dim]" : "[batch, seqlen, heads, head_dim]");
+  const auto& [data, shape, stride, rank] =
+      std::tie(array.data, array.shape, array.stride, array.rank);
+  if ((rank != 4 && rank != 3) || (packed && rank == 4)) {
+    raise_invalid(name, rank < 3 ? std::to_string(rank) + " dims" : "shape " + text(shape, rank),
+                  packed ? "[total, heads, head_dim] (with cu_seqlens)"
+                         : "4: [batch, seqlen, heads, head_dim], or 3");
   }
-  if (packed && rank == 4) {
-    raise_invalid(name, "shape " + text(shape, rank), "[total, heads, head_dim] (with cu_seqlens)");
-  }
-  TensorView view{.data = const_cast<void*>(array.data()), .dtype = dtype};
+  TensorView view{.data = data, .dtype = dtype};
   if (rank == 4) {
     std::tie(view.batch, view.seqlen, view.heads, view.head_dim) =
         std::tie(shape[0], shape[1], shape[2], shape[3]);
@@ -161,14 +274,15 @@ TensorView Tensor::view(bool packed) const {
 }
 
 LseView Tensor::lse(bool packed) const {
+  const auto& [shape, stride, rank] = std::tie(array.shape, array.stride, array.rank);
   if (dtype != DType::f32) {
     raise_invalid(name + ".dtype", to_string(dtype), "float32");
   }
-  if (rank == 4 || (packed && rank != 2)) {
+  if (rank != 2 && (rank != 3 || packed)) {
     raise_invalid(name, "shape " + text(shape, rank),
                   packed ? "[heads, total]" : "[batch, heads, seqlen]");
   }
-  LseView view{.data = static_cast<float*>(const_cast<void*>(array.data()))};
+  LseView view{.data = static_cast<float*>(array.data)};
   if (rank == 3) {
     return {view.data, shape[0], shape[1], shape[2], stride[0], stride[1], stride[2]};
   }
@@ -178,31 +292,59 @@ LseView Tensor::lse(bool packed) const {
   return {view.data, shape[0], shape[1], 1, stride[0], stride[1], 1};
 }
 
-Indices::Indices(const char* name, nb::handle object, int rank) {
+TensorView Tensor::scale(const TensorView& keys) const {
+  const auto& [shape, stride, rank] = std::tie(array.shape, array.stride, array.rank);
+  TensorView view{.data = array.data,
+                  .dtype = dtype,
+                  .batch = keys.batch,
+                  .seqlen = keys.seqlen,
+                  .heads = keys.heads,
+                  .head_dim = 1};
+  if (rank == 1) {  // [heads]
+    view.heads = shape[0];
+    view.stride_heads = stride[0];
+  } else if (rank == 2 && keys.batch == 1) {  // packed [total, heads]
+    std::tie(view.seqlen, view.heads) = std::tie(shape[0], shape[1]);
+    std::tie(view.stride_seqlen, view.stride_heads) = std::tie(stride[0], stride[1]);
+    view.stride_batch = shape[0] * stride[0];
+  } else if (rank == 3) {
+    std::tie(view.batch, view.seqlen, view.heads) = std::tie(shape[0], shape[1], shape[2]);
+    std::tie(view.stride_batch, view.stride_seqlen, view.stride_heads) =
+        std::tie(stride[0], stride[1], stride[2]);
+  } else {
+    raise_invalid(name, "shape " + text(shape, rank),
+                  "a scale per key and head (the shape of the keys without head_dim), or per head: "
+                  "[heads_kv]");
+  }
+  return view;
+}
+
+Indices::Indices(const char* name, nb::handle object, int rank, const Place& place) {
   if (object.is_none()) {
     return;
   }
-  array = import(name, object, false);
-  const nb::dlpack::dtype given = array.dtype();
+  array = Array(name, object, place, Array::Access::read);
+  const nb::dlpack::dtype given = array.dtype;
   const bool is_int = given.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int);
   if (!is_int || given.lanes != 1 || (given.bits != 32 && given.bits != 64)) {
     raise_invalid(std::string(name) + ".dtype", dtype_text(given), "int32, int64");
   }
-  if (static_cast<int>(array.ndim()) != rank) {
-    raise_invalid(name, std::to_string(array.ndim()) + " dims",
+  if (array.rank != rank) {
+    raise_invalid(name, std::to_string(array.rank) + " dims",
                   rank == 1 ? "1" : "2: [batch, pages per sequence]");
   }
   std::int64_t contiguous = 1;
-  for (std::size_t i = array.ndim(); i-- > 0;) {
-    if (array.shape(i) > 1 && array.stride(i) != contiguous) {
+  for (int i = rank; i-- > 0;) {
+    const auto at = static_cast<std::size_t>(i);
+    if (array.shape[at] > 1 && array.stride[at] != contiguous) {
       raise_invalid(name, "an array with gaps or of another order", "a contiguous array");
     }
-    contiguous *= static_cast<std::int64_t>(array.shape(i));
+    contiguous *= array.shape[at];
   }
-  view = {.data = array.data(),
+  view = {.data = array.data,
           .dtype = given.bits == 64 ? DType::i64 : DType::i32,
-          .size = static_cast<std::int64_t>(array.size()),
-          .cols = rank == 2 ? static_cast<std::int64_t>(array.shape(1)) : 0};
+          .size = array.size(),
+          .cols = rank == 2 ? array.shape[1] : 0};
 }
 
 std::int64_t Indices::longest(std::int64_t most) const {

@@ -6,50 +6,93 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 
+#include "dlpack_exchange.h"
 #include "rafter/attention.h"
 
 namespace rafter::python {
 
-namespace nb = nanobind;
+/// Where a call runs: where its first array lies, on the current stream of that array's library.
+struct Place {
+  nb::handle array;  // borrowed: the caller's argument
+  const ExchangeApi* api = nullptr;
+  nb::handle api_type;  // the type that `api` is of
+  Device device;
+  Stream stream;
 
-/// Raises the exception that a failed Status stands for: ValueError, NotImplementedError or
-/// RuntimeError. Does nothing with one that is ok.
-void raise(const Status& status);
-template <typename T>
-T value_or_raise(Result<T> result) {
-  raise(result.status());
-  return std::move(result).value();
-}
-[[noreturn]] void raise_invalid(std::string parameter, std::string given, std::string allowed);
+  bool is_cuda() const { return device.kind == Device::Kind::cuda; }
+};
 
-/// A tensor argument: keeps the array alive and knows its name for errors.
-struct Tensor {
-  std::string name;
-  nb::ndarray<nb::ro> array;
-  DType dtype = DType::f32;
+/// "cpu", "cuda:1".
+std::string text(const Device& device);
+
+/// Memory, sizes and what keeps them.
+class Array {
+ public:
+  enum class Access : std::uint8_t { read, write };
+
+  Array() = default;
+  /// A ValueError names the argument where the object is no array, has more than 4 dims, lies
+  /// elsewhere than the place, or is read-only and must be written.
+  Array(const std::string& name, nb::handle object, const Place& place, Access access);
+
+  void* data = nullptr;
+  nb::dlpack::dtype dtype{};
+  Device device;
   int rank = 0;
   std::array<std::int64_t, 4> shape{}, stride{};  // the first `rank` of them; strides in elements
 
-  /// `writable` asks for memory that may be written; `bits16_are_bf16` is for arrays whose library
-  /// cannot name bf16 and which come as uint16.
-  Tensor(std::string name, nb::handle array, bool writable, bool bits16_are_bf16);
+  std::int64_t size() const;
+
+ private:
+  friend Place place_of(const std::string& name, nb::handle array, nb::handle stream);
+  void take(const std::string& name, const nb::dlpack::dltensor& tensor);
+  void read(const std::string& name, nb::handle object, const Place& place, Access access);
+  void import(const std::string& name, nb::handle object, const Place& place, Access access);
+
+  struct Delete {
+    void operator()(ManagedTensor* tensor) const { tensor->deleter(tensor); }
+  };
+  std::unique_ptr<ManagedTensor, Delete> managed_;
+  nb::ndarray<nb::ro> imported_;
+};
+
+/// `stream` is the handle of a CUDA stream that the caller named, or None for the current one of
+/// the array's library (the legacy default stream where it tells none).
+Place place_of(const std::string& name, nb::handle array, nb::handle stream);
+
+/// A tensor argument, which knows its name for errors.
+struct Tensor {
+  std::string name;
+  Array array;
+  DType dtype = DType::f32;
+
+  Tensor() = default;
+  /// `grad` allows a tensor of an autograd library that requires grad: its gradient would be lost.
+  Tensor(std::string name, nb::handle object, const Place& place,
+         Array::Access access = Array::Access::read, bool grad = false);
 
   /// As [batch, seqlen, heads, head_dim]. A tensor of three dims is [total, heads, head_dim] with
   /// `packed`, else [batch, heads, head_dim] with one row per sequence.
   TensorView view(bool packed) const;
   /// lse [batch, heads, seqlen]; of two dims [heads, total] with `packed`, else [batch, heads].
   LseView lse(bool packed) const;
+  /// Scales of the rows of `keys`: of its shape without head_dim, or [heads], the same for all rows
+  /// of a head.
+  TensorView scale(const TensorView& keys) const;
 };
 
 /// An index argument: lengths, offsets or a page table. None gives an empty view.
 struct Indices {
-  nb::ndarray<nb::ro> array;
+  Array array;
   IndexView view = {};
 
-  Indices(const char* name, nb::handle array, int rank);
+  Indices() = default;
+  Indices(const char* name, nb::handle object, int rank, const Place& place);
   /// The largest difference between neighbours, within [0, most]: the longest of packed sequences.
+  /// Wants indices in host memory.
   std::int64_t longest(std::int64_t most) const;
 };
 

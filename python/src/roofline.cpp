@@ -6,7 +6,7 @@
 #include <cmath>
 #include <utility>
 
-#include "arrays.h"
+#include "errors.h"
 #include "module.h"
 #include "rafter/kernels.h"
 #include "rafter/rafter.h"
@@ -64,7 +64,7 @@ nb::list kernel_dicts() {
 std::int64_t integer(const std::string& name, nb::handle value) {
   std::int64_t out = 0;
   if (!nb::try_cast(value, out)) {
-    raise_invalid(name, nb::cast<std::string>(nb::repr(value)), "an integer");
+    raise_invalid_value(name, value, "an integer");
   }
   return out;
 }
@@ -88,6 +88,12 @@ AttentionProblem problem_of_sizes(const nb::dict& sizes) {
     const std::string name = nb::cast<std::string>(key);
     if (name == "dtype") {
       p.dtype = value_or_raise(parse_dtype(nb::cast<std::string>(nb::str(value))));
+      continue;
+    }
+    if (name == "kv_dtype") {
+      if (!value.is_none()) {
+        p.kv_dtype = value_or_raise(parse_dtype(nb::cast<std::string>(nb::str(value))));
+      }
       continue;
     }
     if (name == "seqused_kv") {

@@ -1,0 +1,53 @@
+// Memory that a call needs: results of the caller's type, and workspace.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "arrays.h"
+#include "rafter/measure.h"
+
+namespace rafter::python {
+
+/// A result: the caller's own array, or one made by the library of the call's first array.
+class ResultArray {
+ public:
+  enum class Fill : std::uint8_t { none, zero };
+
+  /// `out` None: one is made, of `dtype`, contiguous.
+  ResultArray(const char* name, nb::handle out, const Place& place,
+              std::span<const std::int64_t> shape, DType dtype, Fill fill = Fill::none);
+
+  const Tensor& tensor() const { return tensor_; }
+  /// What the caller gets, when the work is queued.
+  nb::object finish(const Place& place) const;
+
+ private:
+  nb::object array_;    // what the caller gets
+  bool adopt_ = false;  // `array_` is ours, to be handed to the caller's library
+  Tensor tensor_;
+};
+
+/// Workspace of one call. On CUDA it comes from the allocator of the arrays' library, which gives
+/// it to nobody before the work that is queued on the call's stream has run.
+class Scratch {
+ public:
+  Scratch(const Place& place, std::int64_t bytes);
+  Workspace workspace() const { return workspace_; }
+
+ private:
+  struct Delete {
+    void operator()(ManagedTensor* tensor) const { tensor->deleter(tensor); }
+    void operator()(void* memory) const;
+  };
+  Workspace workspace_;
+  std::unique_ptr<ManagedTensor, Delete> managed_;
+  std::unique_ptr<void, Delete> host_;
+  nb::object array_;
+  std::optional<DeviceMemory> device_;
+};
+
+}  // namespace rafter::python
