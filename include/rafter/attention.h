@@ -55,7 +55,8 @@ struct AttentionProblem {
   std::int64_t head_dim = 128;         // 1 to 256
   std::int64_t head_dim_v = 0;         // 0: head_dim
   DType dtype = DType::f32;            // of q and of k, v; o is of this dtype or f32
-  std::optional<DType> kv_dtype = {};  // of k, v. Default: dtype; int8 has scales, see below
+  std::optional<DType> kv_dtype = {};  // of k, v: dtype (the default), int8 or e4m3, which have
+                                       // scales, see below
   Mask mask = {};
   std::optional<float> softmax_scale = {};  // default 1 / sqrt(head_dim)
   float softcap = 0;  // 0: off; else scores become softcap · tanh(score / softcap)
@@ -66,6 +67,10 @@ struct AttentionProblem {
   std::int64_t num_pages = 0;  // paged: pages of k, v
   bool seqused_kv =
       false;  // lengths of the keys of each sequence are given at run time (≤ seqlen_kv)
+  /// The last seqlen_q keys of a sequence are its queries' own tokens, and which of those a query
+  /// sees is given at run time, as bits (ForwardInputs::tree_mask): tokens proposed as a tree. All
+  /// keys before them are seen. Wants seqlen_q ≤ 64, no mask, and a layout that is not packed.
+  bool tree_mask = false;
 };
 
 /// How to do it: everything has a default, and whatever is asked for is done or refused by name.
@@ -87,16 +92,25 @@ struct ForwardInputs {
   IndexView cu_seqlens_kv = {};  // packed: [batch + 1]
   IndexView seqused_kv = {};     // [batch]
   IndexView page_table = {};     // paged: [batch, pages per sequence]
-  // kv_dtype int8: f32 factors of each row of k and v, one per token and KV head, in the layout of
-  // k with a head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; packed [1, total_kv, heads_kv, 1];
-  // paged [pages, page_size, heads_kv, 1].
+  // kv_dtype int8 or e4m3: f32 factors of each row of k and v, one per token and KV head, in the
+  // layout of k with a head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; packed [1, total_kv,
+  // heads_kv, 1]; paged [pages, page_size, heads_kv, 1]. One factor per KV head is the same view
+  // with stride_batch = stride_seqlen = 0. Null with e4m3: 1.
   TensorView k_scale = {};
   TensorView v_scale = {};
+  BitsView tree_mask = {};  // problems with tree_mask set: [batch, seqlen_q]; bit j of word i says
+                            // that query i sees key seqlen_kv − seqlen_q + j; bits from seqlen_q on
+                            // mean nothing
 };
 
 struct ForwardOutputs {
   TensorView o;      // [batch, seqlen_q, heads_q, head_dim_v]
   LseView lse = {};  // [batch, heads_q, seqlen_q]; may be null
+  // Paged: [batch], how many of the pages that a sequence's length covers are not in [0,
+  // num_pages). May be null. On CUDA, where page tables are read by the kernel, the keys of such
+  // pages are not seen, counted or not; on the CPU they are errors, so that only zeros are ever
+  // written.
+  CountView bad_pages = {};
 };
 
 /// What the forward pass took and gave, and the gradient of what it gave. q, k, v are of the
@@ -154,7 +168,7 @@ class Plan {
   /// is too small, strides with a non-contiguous head_dim, lengths that are negative, decreasing or
   /// beyond capacity. On error nothing is written. On CUDA every pointer (indices and workspace
   /// too) is device memory, the work is queued on `stream`, and lengths are read on the device:
-  /// those beyond capacity are clamped to it.
+  /// those beyond capacity are clamped to it, and keys of pages that do not exist are not seen.
   Status forward(const ForwardInputs& in, const ForwardOutputs& out, Workspace workspace = {},
                  Stream stream = {}) const;
 

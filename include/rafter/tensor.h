@@ -61,6 +61,34 @@ constexpr std::uint16_t f32_to_f16(float value) {
   return static_cast<std::uint16_t>(sign | result);
 }
 
+// e4m3: 4 bits of exponent, 3 of mantissa; ±448 is the largest value, there is no infinity.
+constexpr float e4m3_to_f32(std::uint8_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x80u) << 24;
+  const std::uint32_t magnitude = bits & 0x7fu;
+  // As for f16: read as f32 the magnitude is 2^120 too small.
+  const float scaled = std::bit_cast<float>(magnitude << 20) * 0x1p120f;
+  const std::uint32_t result =
+      magnitude == 0x7fu ? 0x7fc00000u : std::bit_cast<std::uint32_t>(scaled);
+  return std::bit_cast<float>(sign | result);
+}
+/// Nearest, ties to even; what is beyond 448, infinities included, becomes ±448.
+constexpr std::uint8_t f32_to_e4m3(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 24) & 0x80u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  std::uint32_t result = 0;
+  if (magnitude > 0x7f800000u) {  // NaN
+    result = 0x7fu;
+  } else if (magnitude >= 0x43e00000u) {  // 448 and above
+    result = 0x7eu;
+  } else if (magnitude >= 0x3c800000u) {  // normal: 2^-6 and above
+    result = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+  } else {  // subnormal: adding 2^14 leaves the multiple of 2^-9, rounded, in the low bits
+    result = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000u;
+  }
+  return static_cast<std::uint8_t>(sign | result);
+}
+
 /// A view of a tensor [batch, seqlen, heads, head_dim]; strides count elements and may have any
 /// order, except that head_dim must be contiguous where a kernel says so. A packed tensor [total,
 /// heads, head_dim] is batch = 1 and seqlen = total. A paged cache [pages, page_size, heads_kv,
@@ -129,6 +157,24 @@ struct IndexView {
     return dtype == DType::i64 ? static_cast<const std::int64_t*>(data)[i]
                                : static_cast<const std::int32_t*>(data)[i];
   }
+};
+
+/// Words of 64 bits [batch, seqlen]; the words of a sequence are contiguous, stride_batch counts
+/// words.
+struct BitsView {
+  const std::uint64_t* data = nullptr;
+  std::int64_t batch = 0, seqlen = 0;
+  std::int64_t stride_batch = 0;
+
+  static BitsView contiguous(const std::uint64_t* data, std::int64_t batch, std::int64_t seqlen) {
+    return {data, batch, seqlen, seqlen};
+  }
+};
+
+/// A vector of counts that a run writes.
+struct CountView {
+  std::int32_t* data = nullptr;
+  std::int64_t size = 0;
 };
 
 /// Memory that the caller lends to a run; contents before and after are meaningless.

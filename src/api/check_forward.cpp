@@ -9,19 +9,22 @@ std::string text(std::int64_t value) { return std::to_string(value); }
 
 using Inputs = std::array<View, 5>;  // q, k, v and the scales of k and v
 
-bool is_scaled(DType kv_dtype) { return kv_dtype == DType::int8; }
+bool may_have_scales(DType kv_dtype) { return kv_dtype == DType::int8 || kv_dtype == DType::e4m3; }
 
-/// Scales are f32, and given exactly where k and v have them.
+/// Scales are f32; int8 has them, e4m3 may, others do not.
 Status check_scales(const AttentionProblem& p, const ForwardInputs& in) {
   const std::pair<const char*, const TensorView*> scales[] = {{"k_scale", &in.k_scale},
                                                               {"v_scale", &in.v_scale}};
   for (const auto& [name, scale] : scales) {
-    if (!is_scaled(*p.kv_dtype)) {
+    if (!may_have_scales(*p.kv_dtype)) {
       if (scale->data != nullptr) {
         return Status::invalid_argument(
             name, "a tensor",
             std::string("none (kv_dtype is ") + to_string(*p.kv_dtype) + ", which has no scales)");
       }
+      continue;
+    }
+    if (scale->data == nullptr && *p.kv_dtype == DType::e4m3) {
       continue;
     }
     if (scale->data == nullptr && in.k.elements() > 0) {
@@ -30,6 +33,41 @@ Status check_scales(const AttentionProblem& p, const ForwardInputs& in) {
     if (scale->dtype != DType::f32) {
       return Status::invalid_argument(std::string(name) + ".dtype", to_string(scale->dtype), "f32");
     }
+  }
+  return Status::ok();
+}
+
+/// Present exactly when the problem has it, and of its size.
+Status check_tree_mask(const AttentionProblem& p, const BitsView& view) {
+  if (!p.tree_mask) {
+    return view.data == nullptr
+               ? Status::ok()
+               : Status::invalid_argument("tree_mask", "an array",
+                                          "none (it belongs to problems with tree_mask set)");
+  }
+  const std::pair<const char*, std::pair<std::int64_t, std::int64_t>> sizes[] = {
+      {"tree_mask.batch", {view.batch, p.batch}}, {"tree_mask.seqlen", {view.seqlen, p.seqlen_q}}};
+  for (const auto& [name, size] : sizes) {
+    if (size.first != size.second) {
+      return Status::invalid_argument(name, text(size.first), text(size.second));
+    }
+  }
+  if (p.batch > 0 && p.seqlen_q > 0 && view.data == nullptr) {
+    return Status::invalid_argument("tree_mask", "null", "a word for each query");
+  }
+  return Status::ok();
+}
+
+Status check_bad_pages(const AttentionProblem& p, const CountView& counts) {
+  if (counts.data == nullptr) {
+    return Status::ok();
+  }
+  if (p.layout != Layout::paged) {
+    return Status::invalid_argument("bad_pages", "an array",
+                                    "none (it belongs to the paged layout)");
+  }
+  if (counts.size != p.batch) {
+    return Status::invalid_argument("bad_pages.size", text(counts.size), text(p.batch));
   }
   return Status::ok();
 }
@@ -145,7 +183,9 @@ Status check_forward(const AttentionProblem& p, const ForwardInputs& in, const F
     return s;
   }
   const Shapes sizes = shapes_of(p);
-  const bool has_scales = is_scaled(*p.kv_dtype);
+  const auto has_scale = [&p](const TensorView& scale) {
+    return *p.kv_dtype == DType::int8 || scale.data != nullptr;
+  };
   const auto scale_shape = [&sizes] {
     Shape shape = sizes.k;
     shape.size[3] = 1;
@@ -162,8 +202,10 @@ Status check_forward(const AttentionProblem& p, const ForwardInputs& in, const F
       {&lse, sizes.lse},
   };
   for (const auto& [view, shape] : shapes) {
-    const bool scale = view == &inputs[3] || view == &inputs[4];
-    if ((view == &lse && !has_lse) || (scale && !has_scales)) {
+    const bool absent = (view == &lse && !has_lse) ||
+                        (view == &inputs[3] && !has_scale(in.k_scale)) ||
+                        (view == &inputs[4] && !has_scale(in.v_scale));
+    if (absent) {
       continue;
     }
     if (Status s = check_shape(*view, shape); !s) {
@@ -177,6 +219,12 @@ Status check_forward(const AttentionProblem& p, const ForwardInputs& in, const F
     if (Status s = check_head_dim_stride(*tensor, name, demands.any_head_dim_stride); !s) {
       return s;
     }
+  }
+  if (Status s = check_tree_mask(p, in.tree_mask); !s) {
+    return s;
+  }
+  if (Status s = check_bad_pages(p, out.bad_pages); !s) {
+    return s;
   }
   if (Status s = check_no_self_overlap(o); !s) {
     return s;

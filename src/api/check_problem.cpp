@@ -54,7 +54,7 @@ Status check_dtype(DType dtype) {
 
 Status check_kv_dtype(DType dtype) {
   if (dtype == DType::i32 || dtype == DType::i64) {
-    return Status::invalid_argument("kv_dtype", to_string(dtype), "the dtype of q, or int8");
+    return Status::invalid_argument("kv_dtype", to_string(dtype), "the dtype of q, int8 or e4m3");
   }
   return Status::ok();
 }
@@ -74,6 +74,24 @@ Status check_scalars(float scale, float softcap) {
   if (!std::isfinite(softcap) || softcap < 0) {
     return Status::invalid_argument("softcap", std::to_string(softcap),
                                     "0 (off) or a positive finite number");
+  }
+  return Status::ok();
+}
+
+Status check_tree_mask(const AttentionProblem& p) {
+  constexpr std::int64_t kWordBits = 64;
+  if (!p.tree_mask) {
+    return Status::ok();
+  }
+  if (p.seqlen_q > kWordBits) {
+    return Status::invalid_argument("seqlen_q", text(p.seqlen_q),
+                                    "0 to " + text(kWordBits) + " with tree_mask");
+  }
+  if (!p.mask.is_none()) {
+    return Status::invalid_argument("mask", "a window", "none with tree_mask");
+  }
+  if (p.layout == Layout::packed) {
+    return Status::unsupported("tree_mask", "the packed layout", "only dense and paged have it");
   }
   return Status::ok();
 }
@@ -156,7 +174,7 @@ Result<AttentionProblem> complete_problem(const AttentionProblem& problem) {
     p.softmax_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   }
   status = first_error({check_heads(p), check_scalars(*p.softmax_scale, p.softcap), check_layout(p),
-                        check_sizes(p)});
+                        check_tree_mask(p), check_sizes(p)});
   if (!status) {
     return status;
   }
@@ -177,6 +195,9 @@ Status check_pass(const AttentionProblem& problem, Pass pass) {
   if (pass == Pass::backward && problem.layout == Layout::paged) {
     return Status::unsupported("layout", "paged with pass = backward",
                                "dense or packed (pages may be shared; a gradient cannot be)");
+  }
+  if (pass == Pass::backward && problem.tree_mask) {
+    return Status::unsupported("tree_mask", "pass = backward", "only the forward pass has it");
   }
   const DType kv_dtype = problem.kv_dtype.value_or(problem.dtype);
   if (pass == Pass::backward && kv_dtype != problem.dtype) {

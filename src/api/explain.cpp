@@ -56,6 +56,7 @@ std::string problem_text(const AttentionProblem& p, Pass pass) {
   if (p.softcap > 0) {
     text += fmt::format(", softcap {:.6g}", p.softcap);
   }
+  text += p.tree_mask ? ", tree_mask" : "";
   return text + (p.seqused_kv ? ", seqused_kv\n" : "\n");
 }
 

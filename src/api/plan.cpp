@@ -143,6 +143,9 @@ Status Plan::forward(const ForwardInputs& in, const ForwardOutputs& out, Workspa
   if (Status status = api::check_forward(p, in, out, workspace, demands_of(state)); !status) {
     return status;
   }
+  if (out.bad_pages.data != nullptr && state.device.kind == Device::Kind::cpu) {
+    std::fill_n(out.bad_pages.data, out.bad_pages.size, 0);  // a bad one is an error above
+  }
   if (p.batch == 0 || out.o.elements() == 0) {
     return Status::ok();
   }

@@ -1,4 +1,4 @@
-// One element of a tensor of f32, f16, bf16 or int8 as a double, by its offset in elements.
+// One element of a tensor of f32, f16, bf16, int8 or e4m3 as a double, by its offset in elements.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,8 @@ inline double load_element(const TensorView& t, std::int64_t offset) {
       return bf16_to_f32(static_cast<const std::uint16_t*>(t.data)[offset]);
     case DType::int8:
       return static_cast<const std::int8_t*>(t.data)[offset];
+    case DType::e4m3:
+      return e4m3_to_f32(static_cast<const std::uint8_t*>(t.data)[offset]);
     default:
       return static_cast<const float*>(t.data)[offset];
   }

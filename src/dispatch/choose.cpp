@@ -47,6 +47,9 @@ Acceptance acceptance_of(const Registered& kernel, const KernelProblem& problem,
     return Acceptance::refuse("does not split the keys, and splits is " +
                               std::to_string(options.splits));
   }
+  if (problem.attention.tree_mask && !entry.tree_mask) {
+    return Acceptance::refuse("takes no tree_mask");
+  }
   const DType kv_dtype = problem.attention.kv_dtype.value_or(problem.attention.dtype);
   if (kv_dtype != problem.attention.dtype && std::ranges::count(entry.kv_dtypes, kv_dtype) == 0) {
     std::string takes = to_string(problem.attention.dtype);

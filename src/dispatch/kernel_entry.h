@@ -78,6 +78,7 @@ struct KernelEntry {
   /// What a user should know about how this kernel would do it here; empty when nothing. Optional.
   std::string (*note)(const KernelProblem&) = nullptr;
   std::vector<DType> kv_dtypes = {};  // of k and v, besides that of q
+  bool tree_mask = false;             // takes problems with a tree mask
   /// Parts into which it would split the keys of a sequence of seqlen_kv; null: never splits.
   std::int64_t (*splits)(const KernelProblem&) = nullptr;
 

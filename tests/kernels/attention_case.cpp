@@ -36,13 +36,16 @@ AttentionProblem sized_problem(const Case& c) {
 
 namespace {
 
-/// One row of k or v: as it is, or as int8 multiples of its scale.
+/// One row of k or v: as it is, or as int8 or e4m3 multiples of its scale.
 void write_row(const TensorView& t, std::int64_t batch, std::int64_t row, std::int64_t head,
                const float* values, const float* scale) {
   for (std::int64_t d = 0; d < t.head_dim; ++d) {
     if (t.dtype == DType::int8) {
       const auto whole = static_cast<std::int8_t>(std::lround(values[d] / *scale));
       std::memcpy(element_at(t, batch, row, head, d), &whole, 1);
+    } else if (t.dtype == DType::e4m3) {
+      const std::uint8_t bits = f32_to_e4m3(values[d] / *scale);
+      std::memcpy(element_at(t, batch, row, head, d), &bits, 1);
     } else {
       write(t, batch, row, head, d, values[d]);
     }
@@ -56,16 +59,19 @@ struct Scene {
   GuardedBuffer lse_buffer;
   LseView lse;
   Indices cu_q, cu_kv, used, pages;
+  bool with_scales = false;
+  BitsView tree_mask;
   std::vector<std::int64_t> q_starts, kv_starts;  // packed: first rows
   std::vector<std::int64_t> page_ids;             // paged: [batch, cols]
   std::int64_t page_cols = 0;
 
   ForwardInputs inputs() const {
     ForwardInputs in{q.view, k.view, v.view, cu_q.view, cu_kv.view, used.view, pages.view};
-    if (k.view.dtype == DType::int8) {
+    if (with_scales) {
       in.k_scale = k_scale.view;
       in.v_scale = v_scale.view;
     }
+    in.tree_mask = tree_mask;
     return in;
   }
 };
@@ -107,7 +113,7 @@ Place place_of_kv(const Scene& scene, std::int64_t b, std::int64_t j) {
 void write_values(const Case& c, const Values& values, Scene& scene) {
   const AttentionProblem& p = scene.problem;
   const std::int64_t heads_kv = scene.k.view.heads;
-  const bool scaled = scene.k.view.dtype == DType::int8;
+  const bool scaled = !values.k_scale.empty();
   std::size_t q_at = 0, k_at = 0, v_at = 0, row_at = 0;
   for (std::int64_t b = 0; b < p.batch; ++b) {
     for (std::int64_t i = 0; i < c.lengths_q[index(b)]; ++i) {
@@ -127,13 +133,28 @@ void write_values(const Case& c, const Values& values, Scene& scene) {
         write_row(scene.v.view, at.batch, at.row, h, &values.v[v_at], v_scale);
         k_at += index(p.head_dim);
         v_at += index(scene.v.view.head_dim);
-        if (scaled) {
+        if (scene.with_scales) {
           write(scene.k_scale.view, at.batch, at.row, h, 0, *k_scale);
           write(scene.v_scale.view, at.batch, at.row, h, 0, *v_scale);
         }
       }
     }
   }
+}
+
+bool is_scaled(DType kv) { return kv == DType::int8 || kv == DType::e4m3; }
+
+/// Factors of k or v: of each row, or one of each head in strides of 0.
+Placed place_scales(const Case& c, Style style, const TensorView& rows, Fill fill) {
+  const bool per_head = c.scales == Scales::per_head;
+  Placed scales = place(style, DType::f32, per_head ? 1 : rows.batch, per_head ? 1 : rows.seqlen,
+                        rows.heads, 1, fill);
+  if (per_head) {
+    scales.view.batch = rows.batch;
+    scales.view.seqlen = rows.seqlen;
+    scales.view.stride_batch = scales.view.stride_seqlen = 0;
+  }
+  return scales;
 }
 
 Scene make_scene(const Case& c, const Values& values, const RunOptions& options) {
@@ -170,8 +191,12 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
   const DType kv = p.kv_dtype.value_or(p.dtype);
   scene.k = place(nth_style(c.style, 1), kv, kv_batch, kv_rows, heads_kv, p.head_dim, fill);
   scene.v = place(nth_style(c.style, 2), kv, kv_batch, kv_rows, heads_kv, dim_v, fill);
-  scene.k_scale = place(nth_style(c.style, 1), DType::f32, kv_batch, kv_rows, heads_kv, 1, fill);
-  scene.v_scale = place(nth_style(c.style, 2), DType::f32, kv_batch, kv_rows, heads_kv, 1, fill);
+  scene.with_scales = is_scaled(kv) && c.scales != Scales::none;
+  scene.k_scale = place_scales(c, nth_style(c.style, 1), scene.k.view, fill);
+  scene.v_scale = place_scales(c, nth_style(c.style, 2), scene.v.view, fill);
+  if (p.tree_mask) {
+    scene.tree_mask = BitsView::contiguous(values.tree_mask.data(), p.batch, p.seqlen_q);
+  }
   scene.o = place(nth_style(c.style, 3), options.problem_dtype_out ? p.dtype : DType::f32, q_batch,
                   q_rows, p.heads_q, dim_v, fill);
   if (options.with_lse) {
@@ -271,6 +296,42 @@ float round_to(DType dtype, float value) {
   }
 }
 
+namespace {
+
+/// Rounds rows [·, heads, dim] to multiples of a factor each and returns the factors. Those have 8
+/// significant bits: the multiples are exact in f32.
+std::vector<float> quantise(std::vector<float>& rows, std::int64_t dim, std::int64_t heads,
+                            DType dtype, Scales kind) {
+  const float reach = dtype == DType::int8 ? 126.0f : 440.0f;
+  std::vector<float> largest(rows.size() / index(dim), 1e-3f);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    float& one = largest[i / index(dim)];
+    one = std::fmax(one, std::fabs(rows[i]));
+  }
+  if (kind == Scales::per_head) {
+    for (std::size_t i = index(heads); i < largest.size(); ++i) {
+      float& of_head = largest[i % index(heads)];
+      of_head = std::fmax(of_head, largest[i]);
+    }
+    for (std::size_t i = index(heads); i < largest.size(); ++i) {
+      largest[i] = largest[i % index(heads)];
+    }
+  }
+  std::vector<float> scales;
+  for (const float one : largest) {
+    scales.push_back(kind == Scales::none ? 1.0f : round_to(DType::bf16, one / reach));
+  }
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const float scale = scales[i / index(dim)];
+    rows[i] =
+        scale * (dtype == DType::int8 ? std::clamp(std::round(rows[i] / scale), -127.0f, 127.0f)
+                                      : e4m3_to_f32(f32_to_e4m3(rows[i] / scale)));
+  }
+  return scales;
+}
+
+}  // namespace
+
 Values make_values(const Case& c) {
   std::mt19937 generator(c.seed);
   std::normal_distribution<double> normal(0.0, 1.0);
@@ -287,23 +348,18 @@ Values make_values(const Case& c) {
   Values values{fill(sum_of(c.lengths_q) * p.heads_q * p.head_dim, c.sigma_q),
                 fill(sum_of(c.lengths_kv) * heads_kv * p.head_dim, c.sigma_k),
                 fill(sum_of(c.lengths_kv) * heads_kv * dim_v, 1.0)};
-  if (p.kv_dtype.value_or(p.dtype) == DType::int8) {
-    // Scales of 8 significant bits: whole multiples of them are exact in f32.
-    const auto quantise = [](std::vector<float>& rows, std::int64_t dim) {
-      std::vector<float> scales;
-      for (auto row = rows.begin(); row != rows.end(); row += dim) {
-        float largest = 0;
-        std::for_each(row, row + dim, [&](float x) { largest = std::fmax(largest, std::fabs(x)); });
-        const float scale = round_to(DType::bf16, std::fmax(largest, 1e-3f) / 126);
-        std::for_each(row, row + dim, [&](float& x) {
-          x = scale * std::clamp(std::round(x / scale), -127.0f, 127.0f);
-        });
-        scales.push_back(scale);
+  const DType kv = p.kv_dtype.value_or(p.dtype);
+  if (is_scaled(kv)) {
+    values.k_scale = quantise(values.k, p.head_dim, heads_kv, kv, c.scales);
+    values.v_scale = quantise(values.v, dim_v, heads_kv, kv, c.scales);
+  }
+  if (p.tree_mask) {  // every query itself, and any of the others; the first sees no new token
+    std::uniform_int_distribution<std::uint64_t> bits;
+    for (const std::int64_t rows : c.lengths_q) {
+      for (std::int64_t i = 0; i < rows; ++i) {
+        values.tree_mask.push_back(i == 0 ? 0 : bits(generator) | std::uint64_t{1} << i);
       }
-      return scales;
-    };
-    values.k_scale = quantise(values.k, p.head_dim);
-    values.v_scale = quantise(values.v, dim_v);
+    }
   }
   return values;
 }
@@ -343,7 +399,7 @@ Expected expect_values(const Case& c, const Values& values) {
   const AttentionProblem& p = c.problem;
   const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
   const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
-  const OracleOptions options = oracle_options(p);
+  OracleOptions options = oracle_options(p);
   const auto round = [&p](float x) { return round_to(p.dtype, x); };
   Expected expected;
   const std::int64_t total_q = sum_of(c.lengths_q);
@@ -353,6 +409,7 @@ Expected expect_values(const Case& c, const Values& values) {
   for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
     const std::int64_t rows = c.lengths_q[b];
     const std::int64_t keys = c.lengths_kv[b];
+    options.tree = p.tree_mask ? values.tree_mask.data() + q_first : nullptr;
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       const std::int64_t h_kv = h * heads_kv / p.heads_q;
       const auto q = head_of(values.q, q_first, rows, p.heads_q, h, p.head_dim);

@@ -192,6 +192,96 @@ TEST_P(Int8Cache, MatchesFloat64InEveryLayout) {
   }
 }
 
+/// The same of e4m3, and of factors that a head's tokens share.
+class ScaledCache : public EveryKernelTest {};
+
+TEST_P(ScaledCache, MatchesFloat64WithFactorsOfTokensOfHeadsAndWithout) {
+  std::size_t taken = 0;
+  for (const KvDType dtypes :
+       {KvDType{DType::bf16, DType::e4m3}, KvDType{DType::f16, DType::e4m3},
+        KvDType{DType::f32, DType::e4m3}, KvDType{DType::bf16, DType::int8}}) {
+    for (const Scales scales : {Scales::per_token, Scales::per_head, Scales::none}) {
+      Case c = decode_case(dtypes, 3, 40);
+      c.scales = scales;
+      c.problem.layout = scales == Scales::per_head ? Layout::paged : Layout::dense;
+      c.problem.page_size = scales == Scales::per_head ? 5 : 0;
+      c.problem.seqused_kv = true;
+      c.lengths({2, 2, 2}, {70, 0, 33});
+      if ((dtypes.kv == DType::int8 && scales == Scales::none) ||
+          !refusal_of(c, kernel()).empty()) {
+        continue;
+      }
+      ++taken;
+      SCOPED_TRACE(::testing::Message() << to_string(dtypes.dtype) << " " << to_string(dtypes.kv)
+                                        << " scales " << static_cast<int>(scales));
+      check_case(c, options());
+    }
+  }
+  if (taken == 0) {
+    GTEST_SKIP() << kernel() << " takes no cache with factors";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, ScaledCache, ::testing::ValuesIn(cpu_kernels()),
+                         kernel_test_name);
+
+/// Kernels that take a tree of new tokens.
+class TreeMask : public EveryKernelTest {};
+
+TEST_P(TreeMask, MatchesFloat64OverLengthsAndLayouts) {
+  for (const Layout layout : {Layout::dense, Layout::paged}) {
+    for (const std::int64_t tokens : {1, 7, 64}) {
+      Case c = decode_case({any_dtype(), any_dtype()}, 2, 24);
+      c.problem.tree_mask = true;
+      c.problem.seqused_kv = true;
+      c.problem.layout = layout;
+      c.problem.page_size = layout == Layout::paged ? 16 : 0;
+      // no key, fewer keys than new tokens, those alone, some before them
+      c.lengths({tokens, tokens, tokens, tokens}, {0, tokens / 2, tokens, kChunk + tokens + 3});
+      RAFTER_SKIP_IF_REFUSED(c, kernel());
+      check_case(c, options());
+    }
+  }
+}
+
+TEST_P(TreeMask, OfATriangleIsCausal) {
+  Case c = decode_case({any_dtype(), any_dtype()}, 3, 16);
+  c.lengths({9, 9}, {200, 200});
+  Case causal = c;
+  causal.problem.mask = Mask::causal();
+  c.problem.tree_mask = true;
+  RAFTER_SKIP_IF_REFUSED(c, kernel());
+  Values values = make_values(c);
+  for (std::size_t i = 0; i < values.tree_mask.size(); ++i) {
+    values.tree_mask[i] = (std::uint64_t{2} << i % 9) - 1;
+  }
+  EXPECT_TRUE(same_bits(run_case(c, values, options()), run_case(causal, values, options())));
+}
+
+TEST_P(TreeMask, KeysBesideTheBitsMayBeNan) {
+  Case c = decode_case({any_dtype(), any_dtype()}, 1, 16);
+  c.problem.tree_mask = true;
+  c.lengths({3}, {5});
+  RAFTER_SKIP_IF_REFUSED(c, kernel());
+  Values values = make_values(c);
+  values.tree_mask = {0b001, 0b011, 0b101};  // the second token is seen by the second query alone
+  const Output clean = run_case(c, values, options());
+  const std::int64_t width = c.problem.heads_kv * 16;
+  for (std::vector<float>* rows : {&values.k, &values.v}) {
+    std::fill_n(rows->begin() + 3 * width, width, std::numeric_limits<float>::quiet_NaN());
+  }
+  const Output output = run_case(c, values, options());
+  const auto row = static_cast<std::size_t>(c.problem.heads_q * 16);
+  for (std::size_t i = 0; i < row; ++i) {
+    EXPECT_EQ(output.o[i], clean.o[i]);
+    EXPECT_TRUE(std::isnan(output.o[row + i]));
+    EXPECT_EQ(output.o[2 * row + i], clean.o[2 * row + i]);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryKernel, TreeMask, ::testing::ValuesIn(cpu_kernels()),
+                         kernel_test_name);
+
 INSTANTIATE_TEST_SUITE_P(EveryKernel, Int8Cache, ::testing::ValuesIn(cpu_kernels()),
                          kernel_test_name);
 
@@ -256,6 +346,64 @@ TEST(DecodePlan, RefusesByName) {
       << e4m3.status().message();
   p.kv_dtype = DType::i32;
   EXPECT_EQ(plan(p, Device::cpu()).status().parameter(), "kv_dtype");
+}
+
+TEST(DecodePlan, RefusesTreesOfTokensByName) {
+  AttentionProblem p{.heads_q = 2, .seqlen_q = 65, .seqlen_kv = 80, .tree_mask = true};
+  const PlanOptions reference{.kernel = "forward_reference"};
+  const auto refused = [&] { return plan(p, Device::cpu(), reference).status(); };
+  EXPECT_EQ(refused().parameter(), "seqlen_q");
+  p.seqlen_q = 64;
+  EXPECT_TRUE(refused()) << refused().message();
+  p.mask = Mask::causal();
+  EXPECT_EQ(refused().parameter(), "mask");
+  p.mask = Mask::none();
+  p.layout = Layout::packed;
+  EXPECT_EQ(refused().parameter(), "tree_mask");
+  p.layout = Layout::dense;
+  EXPECT_EQ(plan(p, Device::cpu(), {.pass = Pass::backward}).status().parameter(), "tree_mask");
+}
+
+TEST(DecodePlan, ChecksTheWordsOfATreeAndTheCountsOfPages) {
+  AttentionProblem p{.heads_q = 1, .seqlen_q = 1, .seqlen_kv = 2, .head_dim = 4, .tree_mask = true};
+  const PlanOptions reference{.kernel = "forward_reference"};
+  const Result<Plan> made = plan(p, Device::cpu(), reference);
+  ASSERT_TRUE(made) << made.status().message();
+  alignas(64) float q[4] = {}, o[4] = {}, kv[8] = {};
+  alignas(64) std::byte workspace[4096];
+  const std::uint64_t words[2] = {1, 1};
+  std::int32_t counts[2] = {7, 7};
+  ForwardInputs in{.q = TensorView::contiguous(q, DType::f32, 1, 1, 1, 4),
+                   .k = TensorView::contiguous(kv, DType::f32, 1, 2, 1, 4),
+                   .v = TensorView::contiguous(kv, DType::f32, 1, 2, 1, 4)};
+  ForwardOutputs out{.o = TensorView::contiguous(o, DType::f32, 1, 1, 1, 4)};
+  const auto run = [&](const Plan& plan) { return plan.forward(in, out, {workspace, 4096}); };
+  EXPECT_EQ(run(*made).parameter(), "tree_mask.batch");
+  in.tree_mask = BitsView::contiguous(words, 1, 2);
+  EXPECT_EQ(run(*made).parameter(), "tree_mask.seqlen");
+  in.tree_mask = BitsView::contiguous(nullptr, 1, 1);
+  EXPECT_EQ(run(*made).parameter(), "tree_mask");
+  in.tree_mask.data = words;
+  EXPECT_TRUE(run(*made)) << run(*made).message();
+  out.bad_pages = {counts, 1};
+  EXPECT_EQ(run(*made).parameter(), "bad_pages");
+
+  p.tree_mask = false;
+  p.layout = Layout::paged;
+  p.page_size = 2;
+  p.num_pages = 1;
+  const Result<Plan> paged = plan(p, Device::cpu(), reference);
+  ASSERT_TRUE(paged) << paged.status().message();
+  EXPECT_EQ(run(*paged).parameter(), "tree_mask");
+  in.tree_mask = {};
+  std::int32_t page = 0;
+  in.page_table = {&page, DType::i32, 1, 1};
+  out.bad_pages.size = 2;
+  EXPECT_EQ(run(*paged).parameter(), "bad_pages.size");
+  out.bad_pages.size = 1;
+  EXPECT_TRUE(run(*paged)) << run(*paged).message();
+  EXPECT_EQ(counts[0], 0);
+  EXPECT_EQ(counts[1], 7);
 }
 
 TEST(DecodePlan, WantsScalesWhereTheCacheHasThem) {

@@ -25,6 +25,9 @@ enum class Style : std::uint8_t {
   strided_head_dim  // head_dim stride 2
 };
 
+/// Factors of k and v in int8 or e4m3.
+enum class Scales : std::uint8_t { per_token, per_head, none };
+
 /// What to compute, in values: sequences of their own lengths whatever the layout.
 struct Case {
   AttentionProblem problem;  // batch, seqlens, totals and pages are filled from the lengths
@@ -33,6 +36,7 @@ struct Case {
   Style style = Style::contiguous;
   std::uint32_t seed = 1;
   double sigma_q = 1, sigma_k = 1;
+  Scales scales = Scales::per_token;  // none: e4m3 alone
 
   Case& lengths(std::vector<std::int64_t> q, std::vector<std::int64_t> kv) {
     lengths_q = std::move(q);
@@ -44,8 +48,10 @@ struct Case {
 /// Values of all sequences, rounded to the dtype: q [Σ seqlen_q, heads_q, head_dim] and so on.
 struct Values {
   std::vector<float> q, k, v;
-  // kv_dtype int8: what k and v are whole multiples of (−127 to 127), [Σ seqlen_kv, heads_kv].
+  // kv_dtype int8: what k and v are whole multiples of (−127 to 127), e4m3: what they are e4m3
+  // multiples of, [Σ seqlen_kv, heads_kv].
   std::vector<float> k_scale = {}, v_scale = {};
+  std::vector<std::uint64_t> tree_mask = {};  // problems with one: [Σ seqlen_q]
 };
 Values make_values(const Case& c);
 

@@ -16,6 +16,7 @@ struct OracleOptions {
   bool has_left = false, has_right = false;  // window bounds
   std::int64_t left = 0, right = 0;
   bool top_left = false;
+  const std::uint64_t* tree = nullptr;  // a word of each row: which of the last keys it sees
 };
 
 /// One head of one sequence: q [rows, dim], k [keys, dim], v [keys, dim_v], row-major.
@@ -29,6 +30,9 @@ struct OracleHead {
 /// The mask by its definition: position of the query among the keys, then two comparisons.
 inline bool oracle_sees(const OracleOptions& options, std::int64_t row, std::int64_t key,
                         std::int64_t rows, std::int64_t keys) {
+  if (options.tree != nullptr && key >= keys - rows) {
+    return ((options.tree[row] >> (key - keys + rows)) & 1) == 1;
+  }
   const std::int64_t position = options.top_left ? row : row + (keys - rows);
   if (options.has_left && key < position - options.left) {
     return false;

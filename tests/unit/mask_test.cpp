@@ -149,5 +149,40 @@ TEST(Conversions, RoundToNearestEven) {
   EXPECT_TRUE(std::isnan(bf16_to_f32(f32_to_bf16(std::bit_cast<float>(0x7f800001U)))));
 }
 
+/// Value of e4m3 bits from its definition.
+double e4m3_value(int bits) {
+  const int exponent = (bits >> 3) & 15;
+  const int mantissa = bits & 7;
+  const double sign = (bits & 0x80) != 0 ? -1 : 1;
+  if (exponent == 15 && mantissa == 7) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  return exponent == 0 ? sign * std::ldexp(mantissa, -9)
+                       : sign * std::ldexp(8 + mantissa, exponent - 10);
+}
+
+TEST(Conversions, EveryE4m3IsReadExactlyAndRoundedToNearestEven) {
+  for (int bits = 0; bits <= 0xff; ++bits) {
+    const float got = e4m3_to_f32(static_cast<std::uint8_t>(bits));
+    if (std::isnan(e4m3_value(bits))) {
+      EXPECT_TRUE(std::isnan(got));
+    } else {
+      EXPECT_EQ(static_cast<double>(got), e4m3_value(bits)) << bits;
+    }
+    EXPECT_EQ(f32_to_e4m3(got), bits) << bits;
+  }
+  for (int bits = 0; bits < 0x7e; ++bits) {  // every pair of neighbours
+    const auto middle = static_cast<float>((e4m3_value(bits) + e4m3_value(bits + 1)) / 2);
+    const int even = bits % 2 == 0 ? bits : bits + 1;
+    EXPECT_EQ(f32_to_e4m3(middle), even) << bits;
+    EXPECT_EQ(f32_to_e4m3(-middle), even | 0x80) << bits;
+    EXPECT_EQ(f32_to_e4m3(std::nextafterf(middle, 0)), bits) << bits;
+    EXPECT_EQ(f32_to_e4m3(std::nextafterf(middle, 1e30F)), bits + 1) << bits;
+  }
+  EXPECT_EQ(f32_to_e4m3(1e30F), 0x7e);
+  EXPECT_EQ(f32_to_e4m3(-std::numeric_limits<float>::infinity()), 0xfe);
+  EXPECT_EQ(f32_to_e4m3(1e-30F), 0);
+}
+
 }  // namespace
 }  // namespace rafter

@@ -1,6 +1,6 @@
 // Forward attention in float64 by plain loops: the oracle that every other kernel is compared with.
 // O = softmax(softmax_scale · QKᵀ + mask) V; f32, f16 or bf16 in, dtype or f32 out, f64 inside;
-// K, V of that dtype, or int8 times a factor of each row.
+// K, V of that dtype, or int8 or e4m3 times a factor of each row.
 // Q, O [batch, seqlen_q, heads_q, head_dim]   K, V [batch, seqlen_kv, heads_kv, head_dim], packed
 // or paged; any strides, head_dim included. One query row at a time: its visible keys' scores,
 // their maximum, the exponentials, the sum. A row's work is the same whoever computes it, so
@@ -33,7 +33,7 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   const tiles::Range keys = cpu::mask_window(p.mask, s).row(r.row);
   const double scale = *p.softmax_scale;
   const double softcap = p.softcap;
-  const bool scaled = *p.kv_dtype == DType::int8;
+  const auto sees = [&](std::int64_t j) { return cpu::tree_sees(p, in.tree_mask, s, r.row, j); };
 
   const std::int64_t q_row = cpu::offset_of(in.q, s.q_batch, s.q_row + r.row, r.head_q);
   std::array<double, 256> q;  // head_dim is at most 256
@@ -42,14 +42,19 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   }
   double maximum = -std::numeric_limits<double>::infinity();
   bool has_nan = false;
+  std::int64_t seen = 0;
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
+    if (!sees(j)) {
+      continue;
+    }
+    ++seen;
     const std::int64_t k_row = cpu::key_offset(p, in, in.k, s, j, head_kv);
     double score = 0;
     for (std::int64_t d = 0; d < p.head_dim; ++d) {
       score += q[static_cast<std::size_t>(d)] *
                base::load_element(in.k, k_row + d * in.k.stride_head_dim);
     }
-    score *= scaled ? scale * double{cpu::key_scale(p, in, in.k_scale, s, j, head_kv)} : scale;
+    score *= scale * double{cpu::key_scale(p, in, in.k_scale, s, j, head_kv)};
     if (softcap > 0) {
       score = softcap * std::tanh(score / softcap);
     }
@@ -62,15 +67,20 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   }
   double sum = 0;
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
-    double& score = scores[j - keys.first];
-    score = std::exp(score - maximum);
-    sum += score;
+    if (sees(j)) {
+      double& score = scores[j - keys.first];
+      score = std::exp(score - maximum);
+      sum += score;
+    }
   }
   std::array<double, 256> total = {};  // head_dim_v is at most 256
   for (std::int64_t j = keys.first; j < keys.last; ++j) {
+    if (!sees(j)) {
+      continue;
+    }
     const std::int64_t v_row = cpu::key_offset(p, in, in.v, s, j, head_kv);
-    const double weight = scores[j - keys.first] *
-                          (scaled ? double{cpu::key_scale(p, in, in.v_scale, s, j, head_kv)} : 1.0);
+    const double weight =
+        scores[j - keys.first] * double{cpu::key_scale(p, in, in.v_scale, s, j, head_kv)};
     for (std::int64_t d = 0; d < p.head_dim_v; ++d) {
       total[static_cast<std::size_t>(d)] +=
           weight * base::load_element(in.v, v_row + d * in.v.stride_head_dim);
@@ -79,12 +89,12 @@ void forward_row(const ForwardCall& call, const Row& r, double* scores) {
   const TensorView& o = call.out.o;
   const std::int64_t o_row = cpu::offset_of(o, s.q_batch, s.q_row + r.row, r.head_q);
   for (std::int64_t d = 0; d < p.head_dim_v; ++d) {
-    const double value = keys.size() > 0 ? total[static_cast<std::size_t>(d)] / sum : 0.0;
+    const double value = seen > 0 ? total[static_cast<std::size_t>(d)] / sum : 0.0;
     base::store_element(o, o_row + d * o.stride_head_dim, value);
   }
   if (call.out.lse.data != nullptr) {
     *cpu::lse_of(call.out.lse, s.q_batch, r.head_q, s.q_row + r.row) = static_cast<float>(
-        keys.size() > 0 ? maximum + std::log(sum) : -std::numeric_limits<double>::infinity());
+        seen > 0 ? maximum + std::log(sum) : -std::numeric_limits<double>::infinity());
   }
 }
 
@@ -146,7 +156,8 @@ std::span<const KernelEntry> entries_forward_reference() {
                   .forward = forward,
                   .only_when_forced = true,
                   .any_head_dim_stride = true,
-                  .kv_dtypes = {DType::int8}}};
+                  .kv_dtypes = {DType::int8, DType::e4m3},
+                  .tree_mask = true}};
   return kEntries;
 }
 

@@ -60,11 +60,24 @@ inline std::int64_t key_offset(const AttentionProblem& problem, const ForwardInp
   return offset_of(view, page, j % problem.page_size, head_kv);
 }
 
-/// The factor of row `j` of k or v, of a problem whose kv_dtype has scales.
+/// The factor of row `j` of k or v; 1 where there are no scales.
 inline float key_scale(const AttentionProblem& problem, const ForwardInputs& in,
                        const TensorView& scale, const Sequence& s, std::int64_t j,
                        std::int64_t head_kv) {
-  return static_cast<const float*>(scale.data)[key_offset(problem, in, scale, s, j, head_kv)];
+  return scale.data == nullptr
+             ? 1.0f
+             : static_cast<const float*>(scale.data)[key_offset(problem, in, scale, s, j, head_kv)];
+}
+
+/// Whether row `row` sees key `j` of its window: only a tree mask has holes.
+inline bool tree_sees(const AttentionProblem& problem, const BitsView& bits, const Sequence& s,
+                      std::int64_t row, std::int64_t j) {
+  const std::int64_t token = j - (s.seqlen_kv - s.seqlen_q);
+  if (!problem.tree_mask || token < 0) {
+    return true;
+  }
+  const std::uint64_t word = bits.data[s.q_batch * bits.stride_batch + row];
+  return (word >> token & 1) != 0;
 }
 
 template <typename T>
