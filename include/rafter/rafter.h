@@ -107,6 +107,8 @@ typedef int32_t rafter_pipeline;
 enum { RAFTER_PIPELINE_ANY = 0, RAFTER_UNFUSED, RAFTER_HALF_FUSED, RAFTER_FUSED, RAFTER_SPLIT_KV };
 typedef int32_t rafter_device;
 enum { RAFTER_CPU = 0, RAFTER_CUDA = 1 };
+typedef int32_t rafter_pass;
+enum { RAFTER_PASS_FORWARD = 0, RAFTER_PASS_BACKWARD = 1 };
 typedef int32_t rafter_wall;
 enum { RAFTER_WALL_COMPUTE = 1, RAFTER_WALL_BANDWIDTH, RAFTER_WALL_DISPATCH };
 
@@ -119,7 +121,7 @@ typedef struct rafter_problem {
   int64_t seqlen_q, seqlen_kv;
   int64_t head_dim;   /* 1 to 256 */
   int64_t head_dim_v; /* 0: head_dim */
-  rafter_dtype dtype; /* of q, k, v; o is of this dtype or f32 */
+  rafter_dtype dtype; /* of q, and of k, v; o is of this dtype or f32 */
   rafter_layout layout;
   rafter_mask mask;
   rafter_mask_align mask_align;
@@ -130,6 +132,8 @@ typedef struct rafter_problem {
   int32_t seqused_kv;           /* 1: the keys of each sequence are counted at run time */
   int64_t total_q, total_kv;    /* packed: rows of q and o, of k and v */
   int64_t page_size, num_pages; /* paged */
+  rafter_dtype kv_dtype;        /* of k, v: dtype, which 0 means, or RAFTER_INT8 with scales */
+  int32_t reserved;             /* 0 */
 } rafter_problem;
 
 typedef struct rafter_plan_options {
@@ -141,8 +145,10 @@ typedef struct rafter_plan_options {
   int64_t splits;           /* split-kv: parts of the keys; 0 chooses */
   const char* kernel;       /* forces the kernel of this name (`rafter kernels` lists them) */
   const char*
-      device_spec; /* ceilings for the prediction: a name of the device database, or the path
-                      of a device file (it has a '/'); default: an estimate of this machine */
+      device_spec;  /* ceilings for the prediction: a name of the device database, or the path
+                       of a device file (it has a '/'); default: an estimate of this machine */
+  rafter_pass pass; /* what the plan runs: rafter_forward or rafter_backward */
+  int32_t reserved; /* 0 */
 } rafter_plan_options;
 
 /* ---- plans */
@@ -178,6 +184,10 @@ typedef struct rafter_forward_args {
   void* workspace;                            /* contents before and after mean nothing */
   int64_t workspace_bytes;
   void* stream; /* CUDA: a cudaStream_t, null for the default stream; CPU: null */
+  /* kv_dtype RAFTER_INT8: f32 factors, one per token and KV head, in the layout of k with a
+   * head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; paged [pages, page_size, heads_kv, 1]. A null
+   * data: not given. */
+  rafter_tensor k_scale, v_scale;
 } rafter_forward_args;
 
 /* O = softmax(softmax_scale * Q K^T + mask) V, accumulated in f32. Decoding is the same call with
@@ -185,6 +195,31 @@ typedef struct rafter_forward_args {
  * synchronises nothing. On CUDA every pointer is device memory and the work is queued on `stream`.
  * Errors: invalid argument names what does not fit the problem; nothing is written then. */
 rafter_status rafter_forward(const rafter_plan* plan, const rafter_forward_args* args);
+
+typedef struct rafter_backward_args {
+  size_t size;       /* sizeof(rafter_backward_args) */
+  rafter_tensor q;   /* what the forward pass took: [batch, seqlen_q, heads_q, head_dim] */
+  rafter_tensor k;   /* [batch, seqlen_kv, heads_kv, head_dim] */
+  rafter_tensor v;   /* [batch, seqlen_kv, heads_kv, head_dim_v] */
+  rafter_tensor o;   /* what it gave: [batch, seqlen_q, heads_q, head_dim_v] */
+  rafter_lse lse;    /* [batch, heads_q, seqlen_q] */
+  rafter_tensor d_o; /* the gradient of o */
+  rafter_lse dlse;   /* the gradient of lse; a null data: zero */
+  rafter_tensor dq;  /* results, like q, k and v, each of the problem's dtype or f32; */
+  rafter_tensor dk;  /* dk and dv are summed over the group */
+  rafter_tensor dv;
+  rafter_indices cu_seqlens_q, cu_seqlens_kv; /* packed: [batch + 1] */
+  rafter_indices seqused_kv;                  /* [batch] */
+  void* workspace;
+  int64_t workspace_bytes;
+  void* stream;
+} rafter_backward_args;
+
+/* dq, dk, dv of a loss whose gradients with respect to o and lse are d_o and dlse. Wants a plan
+ * made with pass = RAFTER_PASS_BACKWARD; the same bits every time. A row that sees no key has
+ * gradient 0, and so has a key that no row sees; rows that belong to no sequence are not written.
+ * Errors: as rafter_forward. */
+rafter_status rafter_backward(const rafter_plan* plan, const rafter_backward_args* args);
 
 /* Part of an attention result over some of the keys. */
 typedef struct rafter_state {
@@ -216,10 +251,12 @@ typedef struct rafter_cost {
 
 /* Of a plan, on the ceilings it was made for. */
 rafter_status rafter_plan_cost(const rafter_plan* plan, rafter_cost* cost);
-/* Of a problem by a pipeline (RAFTER_PIPELINE_ANY: fused) on any device, which need not be here:
- * a name of the device database, or the path of a device file. */
+/* Of one pass of a problem by a pipeline (RAFTER_PIPELINE_ANY: fused) on any device, which need not
+ * be here: a name of the device database, or the path of a device file. */
 rafter_status rafter_explain(const rafter_problem* problem, rafter_pipeline pipeline,
                              const char* device, rafter_cost* cost);
+rafter_status rafter_explain_backward(const rafter_problem* problem, rafter_pipeline pipeline,
+                                      const char* device, rafter_cost* cost);
 
 #ifdef __cplusplus
 }

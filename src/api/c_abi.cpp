@@ -1,6 +1,7 @@
 // The C ABI (rafter.h): every entry converts, calls the C++ function of the same meaning, and keeps
 // what went wrong for rafter_error_message().
 #include <exception>
+#include <initializer_list>
 #include <new>
 #include <string>
 #include <utility>
@@ -102,6 +103,39 @@ Status create(const rafter_problem* problem, const rafter_plan_options* options,
   return Status::ok();
 }
 
+template <typename Given, typename View>
+struct Named {
+  const char* name;
+  const Given& given;
+  View& to;
+};
+
+Status to_tensors(std::initializer_list<Named<rafter_tensor, TensorView>> tensors) {
+  for (const auto& [name, given, to] : tensors) {
+    if (Status s = to_tensor(name, given, to); !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+/// Leaves a view of a tensor that is not given as it is.
+Status to_optional_tensors(std::initializer_list<Named<rafter_tensor, TensorView>> tensors) {
+  for (const auto& [name, given, to] : tensors) {
+    if (Status s = given.data == nullptr ? Status::ok() : to_tensor(name, given, to); !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+Status to_rows(std::initializer_list<Named<rafter_indices, IndexView>> rows) {
+  for (const auto& [name, given, to] : rows) {
+    if (Status s = to_indices(name, given, false, to); !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+
 Status forward(const rafter_plan* plan, const rafter_forward_args* args) {
   if (plan == nullptr) {
     return null_argument("plan");
@@ -112,23 +146,49 @@ Status forward(const rafter_plan* plan, const rafter_forward_args* args) {
   }
   ForwardInputs in;
   ForwardOutputs out{.o = {}, .lse = to_lse(a.lse)};
-  for (const auto& [name, given, to] :
-       {std::tuple("q", &a.q, &in.q), std::tuple("k", &a.k, &in.k), std::tuple("v", &a.v, &in.v),
-        std::tuple("o", &a.o, &out.o)}) {
-    if (Status s = to_tensor(name, *given, *to); !s) {
-      return s;
-    }
-  }
-  for (const auto& [name, given, to, table] :
-       {std::tuple("cu_seqlens_q", &a.cu_seqlens_q, &in.cu_seqlens_q, false),
-        std::tuple("cu_seqlens_kv", &a.cu_seqlens_kv, &in.cu_seqlens_kv, false),
-        std::tuple("seqused_kv", &a.seqused_kv, &in.seqused_kv, false),
-        std::tuple("page_table", &a.page_table, &in.page_table, true)}) {
-    if (Status s = to_indices(name, *given, table, *to); !s) {
+  for (const Status& s :
+       {to_tensors({{"q", a.q, in.q}, {"k", a.k, in.k}, {"v", a.v, in.v}, {"o", a.o, out.o}}),
+        to_optional_tensors(
+            {{"k_scale", a.k_scale, in.k_scale}, {"v_scale", a.v_scale, in.v_scale}}),
+        to_rows({{"cu_seqlens_q", a.cu_seqlens_q, in.cu_seqlens_q},
+                 {"cu_seqlens_kv", a.cu_seqlens_kv, in.cu_seqlens_kv},
+                 {"seqused_kv", a.seqused_kv, in.seqused_kv}}),
+        to_indices("page_table", a.page_table, true, in.page_table)}) {
+    if (!s) {
       return s;
     }
   }
   return plan->plan.forward(in, out, {a.workspace, a.workspace_bytes}, {a.stream});
+}
+
+Status backward(const rafter_plan* plan, const rafter_backward_args* args) {
+  if (plan == nullptr) {
+    return null_argument("plan");
+  }
+  rafter_backward_args a{};
+  if (Status s = read_sized(args, "args", kBackwardSize, a); !s) {
+    return s;
+  }
+  BackwardInputs in;
+  in.lse = to_lse(a.lse);
+  in.dlse = to_lse(a.dlse);
+  BackwardOutputs out;
+  for (const Status& s : {to_tensors({{"q", a.q, in.q},
+                                      {"k", a.k, in.k},
+                                      {"v", a.v, in.v},
+                                      {"o", a.o, in.o},
+                                      {"d_o", a.d_o, in.d_o},
+                                      {"dq", a.dq, out.dq},
+                                      {"dk", a.dk, out.dk},
+                                      {"dv", a.dv, out.dv}}),
+                          to_rows({{"cu_seqlens_q", a.cu_seqlens_q, in.cu_seqlens_q},
+                                   {"cu_seqlens_kv", a.cu_seqlens_kv, in.cu_seqlens_kv},
+                                   {"seqused_kv", a.seqused_kv, in.seqused_kv}})}) {
+    if (!s) {
+      return s;
+    }
+  }
+  return plan->plan.backward(in, out, {a.workspace, a.workspace_bytes}, {a.stream});
 }
 
 Status to_state(const std::string& name, const rafter_state& given, AttentionState& out) {
@@ -170,8 +230,8 @@ Status write_cost(const Cost& cost, const Prediction& prediction, rafter_cost* o
   return Status::ok();
 }
 
-Status explain(const rafter_problem* problem, rafter_pipeline pipeline, const char* device,
-               rafter_cost* cost) {
+Status explain(const rafter_problem* problem, rafter_pipeline pipeline, Pass pass,
+               const char* device, rafter_cost* cost) {
   if (device == nullptr) {
     return null_argument("device");
   }
@@ -190,7 +250,7 @@ Status explain(const rafter_problem* problem, rafter_pipeline pipeline, const ch
   if (!spec) {
     return spec.status();
   }
-  const Result<Cost> counted = attention_cost(asked, how.value_or(Pipeline::fused));
+  const Result<Cost> counted = attention_cost(asked, how.value_or(Pipeline::fused), pass);
   if (!counted) {
     return counted.status();
   }
@@ -249,6 +309,10 @@ rafter_status rafter_forward(const rafter_plan* plan, const rafter_forward_args*
   return rafter::c_abi::guarded([&] { return rafter::c_abi::forward(plan, args); });
 }
 
+rafter_status rafter_backward(const rafter_plan* plan, const rafter_backward_args* args) {
+  return rafter::c_abi::guarded([&] { return rafter::c_abi::backward(plan, args); });
+}
+
 rafter_status rafter_merge(const rafter_state* states, size_t count, const rafter_state* out) {
   return rafter::c_abi::guarded([&] { return rafter::c_abi::merge(states, count, out); });
 }
@@ -263,8 +327,15 @@ rafter_status rafter_plan_cost(const rafter_plan* plan, rafter_cost* cost) {
 
 rafter_status rafter_explain(const rafter_problem* problem, rafter_pipeline pipeline,
                              const char* device, rafter_cost* cost) {
-  return rafter::c_abi::guarded(
-      [&] { return rafter::c_abi::explain(problem, pipeline, device, cost); });
+  return rafter::c_abi::guarded([&] {
+    return rafter::c_abi::explain(problem, pipeline, rafter::Pass::forward, device, cost);
+  });
+}
+rafter_status rafter_explain_backward(const rafter_problem* problem, rafter_pipeline pipeline,
+                                      const char* device, rafter_cost* cost) {
+  return rafter::c_abi::guarded([&] {
+    return rafter::c_abi::explain(problem, pipeline, rafter::Pass::backward, device, cost);
+  });
 }
 
 }  // extern "C"

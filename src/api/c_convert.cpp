@@ -45,6 +45,10 @@ constexpr Constant<Device::Kind> kDevices[] = {
     {RAFTER_CPU, Device::Kind::cpu, "RAFTER_CPU"},
     {RAFTER_CUDA, Device::Kind::cuda, "RAFTER_CUDA"},
 };
+constexpr Constant<Pass> kPasses[] = {
+    {RAFTER_PASS_FORWARD, Pass::forward, "RAFTER_PASS_FORWARD"},
+    {RAFTER_PASS_BACKWARD, Pass::backward, "RAFTER_PASS_BACKWARD"},
+};
 enum class MaskKind : std::uint8_t { none, causal, window };
 constexpr Constant<MaskKind> kMasks[] = {
     {RAFTER_MASK_NONE, MaskKind::none, "RAFTER_MASK_NONE"},
@@ -69,6 +73,14 @@ Status look_up(std::string_view name, std::int32_t value, const Constant<T> (&co
 Status flag(const char* name, std::int32_t value) {
   return value == 0 || value == 1 ? Status::ok()
                                   : Status::invalid_argument(name, text(value), "0 or 1");
+}
+
+Status reserved(const char* name, std::int32_t value) {
+  return value == 0 ? Status::ok() : Status::invalid_argument(name, text(value), "0");
+}
+
+Status to_kv_dtype(rafter_dtype given, std::optional<DType>& out) {
+  return given == 0 ? Status::ok() : look_up("kv_dtype", given, kDTypes, out.emplace());
 }
 
 Status to_mask(const rafter_problem& given, Mask& out) {
@@ -120,7 +132,8 @@ Status to_problem(const rafter_problem& given, AttentionProblem& out) {
   for (const Status& s :
        {flag("has_softmax_scale", given.has_softmax_scale), flag("seqused_kv", given.seqused_kv),
         look_up("dtype", given.dtype, kDTypes, out.dtype),
-        look_up("layout", given.layout, kLayouts, out.layout)}) {
+        look_up("layout", given.layout, kLayouts, out.layout),
+        to_kv_dtype(given.kv_dtype, out.kv_dtype), reserved("problem.reserved", given.reserved)}) {
     if (!s) {
       return s;
     }
@@ -137,8 +150,12 @@ Status to_options(const rafter_plan_options& given, Device& device, PlanOptions&
   out.threads = given.threads;
   out.splits = given.splits;
   out.kernel = given.kernel == nullptr ? "" : given.kernel;
-  if (Status s = look_up("device", given.device, kDevices, device.kind); !s) {
-    return s;
+  for (const Status& s : {look_up("device", given.device, kDevices, device.kind),
+                          look_up("pass", given.pass, kPasses, out.pass),
+                          reserved("options.reserved", given.reserved)}) {
+    if (!s) {
+      return s;
+    }
   }
   return to_pipeline(given.pipeline, out.pipeline);
 }

@@ -42,6 +42,7 @@ Status read_sized(const T* given, const char* name, std::size_t least, T& out) {
 inline constexpr std::size_t kProblemSize = RAFTER_SIZE_UP_TO(rafter_problem, num_pages);
 inline constexpr std::size_t kOptionsSize = RAFTER_SIZE_UP_TO(rafter_plan_options, device_spec);
 inline constexpr std::size_t kForwardSize = RAFTER_SIZE_UP_TO(rafter_forward_args, stream);
+inline constexpr std::size_t kBackwardSize = RAFTER_SIZE_UP_TO(rafter_backward_args, stream);
 inline constexpr std::size_t kCostSize = RAFTER_SIZE_UP_TO(rafter_cost, near_ridge);
 #undef RAFTER_SIZE_UP_TO
 

@@ -3,96 +3,27 @@
 
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <limits>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "rafter/attention.h"
-#include "rafter/rafter.h"
+#include "support/c_abi_case.h"
 
-namespace rafter {
+namespace rafter::c_abi_case {
 namespace {
 
 // What a program compiled today relies on: these numbers never change, structs grow at the end.
 static_assert(sizeof(rafter_tensor) == 80 && sizeof(rafter_lse) == 56);
 static_assert(sizeof(rafter_indices) == 32 && sizeof(rafter_state) == 136);
 static_assert(offsetof(rafter_problem, num_pages) == 136);
+static_assert(offsetof(rafter_problem, kv_dtype) == 144);
 static_assert(offsetof(rafter_plan_options, device_spec) == 40);
+static_assert(offsetof(rafter_plan_options, pass) == 48);
 static_assert(offsetof(rafter_forward_args, stream) == 528);
+static_assert(offsetof(rafter_forward_args, v_scale) == 616);
+static_assert(offsetof(rafter_backward_args, stream) == 872);
 static_assert(offsetof(rafter_cost, near_ridge) == 116);
-
-constexpr std::int64_t kBatch = 2, kHeads = 4, kHeadsKv = 2, kSeqlen = 33, kDim = 16;
-
-rafter_problem causal_problem() {
-  rafter_problem problem{};
-  problem.size = sizeof(problem);
-  problem.batch = kBatch;
-  problem.heads_q = kHeads;
-  problem.heads_kv = kHeadsKv;
-  problem.seqlen_q = problem.seqlen_kv = kSeqlen;
-  problem.head_dim = kDim;
-  problem.dtype = RAFTER_F32;
-  problem.mask = RAFTER_MASK_CAUSAL;
-  return problem;
-}
-
-struct alignas(64) Line {
-  std::byte bytes[64];
-};
-
-/// Values, outputs and arguments of one run.
-struct Call {
-  std::vector<float> q, k, v, o, lse;
-  std::vector<Line> workspace;
-  rafter_forward_args args{};
-
-  explicit Call(std::int64_t workspace_bytes) {
-    q = wave(kBatch * kSeqlen * kHeads * kDim, 0.37f);
-    k = wave(kBatch * kSeqlen * kHeadsKv * kDim, 0.61f);
-    v = wave(kBatch * kSeqlen * kHeadsKv * kDim, 0.83f);
-    o.resize(q.size(), std::nanf(""));
-    lse.resize(static_cast<std::size_t>(kBatch * kHeads * kSeqlen), std::nanf(""));
-    workspace.resize(static_cast<std::size_t>(workspace_bytes / 64 + 1));
-    args.size = sizeof(args);
-    args.q = rafter_contiguous(q.data(), RAFTER_F32, kBatch, kSeqlen, kHeads, kDim);
-    args.k = rafter_contiguous(k.data(), RAFTER_F32, kBatch, kSeqlen, kHeadsKv, kDim);
-    args.v = rafter_contiguous(v.data(), RAFTER_F32, kBatch, kSeqlen, kHeadsKv, kDim);
-    args.o = rafter_contiguous(o.data(), RAFTER_F32, kBatch, kSeqlen, kHeads, kDim);
-    args.lse = rafter_contiguous_lse(lse.data(), kBatch, kHeads, kSeqlen);
-    args.workspace = workspace.data();
-    args.workspace_bytes = workspace_bytes;
-  }
-  static std::vector<float> wave(std::int64_t n, float step) {
-    std::vector<float> values(static_cast<std::size_t>(n));
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      values[i] = std::sin(step * static_cast<float>(i));
-    }
-    return values;
-  }
-};
-
-class CAbi : public ::testing::Test {
- protected:
-  ~CAbi() override { rafter_plan_destroy(plan_); }
-  void make(const rafter_problem& problem) {
-    ASSERT_EQ(rafter_plan_create(&problem, nullptr, &plan_), RAFTER_OK) << rafter_error_message();
-  }
-  /// That planning fails with this code, on this parameter.
-  void expect_refused(const rafter_problem& problem, rafter_status code, const char* parameter,
-                      const rafter_plan_options* options = nullptr) {
-    rafter_plan* plan = plan_;
-    EXPECT_EQ(rafter_plan_create(&problem, options, &plan), code) << rafter_error_message();
-    EXPECT_STREQ(rafter_error_parameter(), parameter) << rafter_error_message();
-    EXPECT_EQ(plan, nullptr);
-  }
-  rafter_plan* plan_ = nullptr;
-};
-
-bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
 
 TEST_F(CAbi, AForwardHasTheBitsOfTheCppApi) {
   make(causal_problem());
@@ -166,11 +97,20 @@ TEST_F(CAbi, ImpossibleValuesAreNamed) {
   problem = causal_problem();
   problem.mask = 7;
   expect_refused(problem, RAFTER_INVALID_ARGUMENT, "mask");
+  problem = causal_problem();
+  problem.kv_dtype = 99;
+  expect_refused(problem, RAFTER_INVALID_ARGUMENT, "kv_dtype");
+  problem = causal_problem();
+  problem.reserved = 1;
+  expect_refused(problem, RAFTER_INVALID_ARGUMENT, "problem.reserved");
   rafter_plan_options options{};
   options.size = sizeof(options);
   options.kernel = "forward_abacus";
   expect_refused(causal_problem(), RAFTER_INVALID_ARGUMENT, "kernel", &options);
   options.kernel = nullptr;
+  options.pass = 2;
+  expect_refused(causal_problem(), RAFTER_INVALID_ARGUMENT, "pass", &options);
+  options.pass = RAFTER_PASS_FORWARD;
   options.device_spec = "abacus";
   expect_refused(causal_problem(), RAFTER_INVALID_ARGUMENT, "device", &options);
   options.device_spec = "/nowhere/device.json";
@@ -184,6 +124,7 @@ TEST_F(CAbi, NullAndEmptyStructsAreErrorsAndNotCrashes) {
   EXPECT_EQ(rafter_plan_create(&problem, nullptr, nullptr), RAFTER_INVALID_ARGUMENT);
   EXPECT_STREQ(rafter_error_parameter(), "plan");
   EXPECT_EQ(rafter_forward(nullptr, nullptr), RAFTER_INVALID_ARGUMENT);
+  EXPECT_EQ(rafter_backward(nullptr, nullptr), RAFTER_INVALID_ARGUMENT);
   EXPECT_EQ(rafter_merge(nullptr, 1, nullptr), RAFTER_INVALID_ARGUMENT);
   EXPECT_EQ(rafter_plan_cost(nullptr, nullptr), RAFTER_INVALID_ARGUMENT);
   EXPECT_EQ(rafter_explain(&problem, RAFTER_FUSED, nullptr, nullptr), RAFTER_INVALID_ARGUMENT);
@@ -223,9 +164,15 @@ TEST_F(CAbi, ALargerStructRunsUnlessItUsesWhatIsNotKnown) {
   make(later.known);
   later.unknown[1] = 1;
   expect_refused(later.known, RAFTER_INVALID_ARGUMENT, "problem.size");
-  rafter_problem smaller = causal_problem();
-  smaller.size -= 8;
-  expect_refused(smaller, RAFTER_INVALID_ARGUMENT, "problem.size");
+}
+
+TEST_F(CAbi, AnOlderStructEndsWhereItSays) {
+  rafter_problem older = causal_problem();
+  older.kv_dtype = 77;  // not the program's: it was compiled when the struct ended here
+  older.size = offsetof(rafter_problem, kv_dtype);
+  make(older);
+  older.size -= 8;  // no version was that small
+  expect_refused(older, RAFTER_INVALID_ARGUMENT, "problem.size");
 }
 
 TEST_F(CAbi, ErrorsBelongToTheirThread) {
@@ -319,4 +266,4 @@ TEST_F(CAbi, NamesOfStatuses) {
 }
 
 }  // namespace
-}  // namespace rafter
+}  // namespace rafter::c_abi_case
