@@ -1,5 +1,7 @@
 #include "measure/loops.h"
 
+#include "hw/cpu/vector_targets.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "measure/loops.cpp"
 #include <hwy/foreach_target.h>

@@ -6,7 +6,8 @@
 #include <cmath>
 #include <limits>
 
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#include "hw/cpu/vector_targets.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/rows_common.cpp"
 #include "hwy/foreach_target.h"
