@@ -176,7 +176,8 @@ devices = Devices()
 
 
 def kernels() -> List[dict]:
-    """Every kernel of this build: name, device, pipeline, dtypes, whether this machine has it."""
+    """Every kernel of this build: name, device, pass_, pipeline, dtypes, whether this machine has
+    it."""
     return _core.kernels()
 
 

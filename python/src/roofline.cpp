@@ -50,6 +50,7 @@ nb::list kernel_dicts() {
     nb::dict d;
     d["name"] = info.name;
     d["device"] = to_string(info.device);
+    d["pass_"] = to_string(info.pass);
     d["pipeline"] = to_string(info.pipeline);
     d["instruction_set"] = info.instruction_set;
     d["dtypes"] = dtypes;

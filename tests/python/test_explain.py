@@ -112,11 +112,14 @@ def test_importing_needs_no_other_package():
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def readme_examples():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def examples():
+    """The Python of the documents; ```python notest``` is not run."""
+    for name in ("README.md", "docs/python.md"):
+        for i, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)):
+            yield pytest.param(code, id=f"{name}-{i}")
 
 
-@pytest.mark.parametrize("code", readme_examples() or [None])
-def test_the_examples_of_the_readme_run(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [*examples()])
+def test_the_examples_of_the_documents_run(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "example", "exec"), {})

@@ -1,0 +1,235 @@
+"""The operators rafter::attention and rafter::attention_backward, and the way around them."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import _core
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Modes that see operators: a direct call would hide from them. Absent in some PyTorch: then none.
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_transforms = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def _window(left: int, right: int) -> Optional[Tuple[int, int]]:
+    return None if left < 0 and right < 0 else (left, right)
+
+
+def _options(
+    left: int, right: int, top_left: bool, scale: Optional[float], softcap: float, splits: int
+) -> Tuple[Any, ...]:
+    """As _core takes them. A causal mask is the window (-1, 0)."""
+    window = _window(left, right)
+    align = "top-left" if top_left and window is not None else None
+    return (False, window, align, scale, softcap, None, None, 0, splits)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: int,
+    right: int,
+    top_left: bool,
+    scale: Optional[float],
+    softcap: float,
+    splits: int,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_kv: Optional[Tensor],
+    max_seqlen_q: Optional[int],
+    max_seqlen_kv: Optional[int],
+    seqused_kv: Optional[Tensor],
+    page_table: Optional[Tensor],
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
+    return_lse: bool,
+) -> Any:
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale)
+    options = _options(left, right, top_left, scale, softcap, splits)
+    return _core.attend(
+        arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, None, False, True, None
+    )
+
+
+@torch.library.custom_op("rafter::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: int,
+    right: int,
+    top_left: bool,
+    scale: Optional[float],
+    softcap: float,
+    splits: int,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_kv: Optional[Tensor],
+    max_seqlen_q: Optional[int],
+    max_seqlen_kv: Optional[int],
+    seqused_kv: Optional[Tensor],
+    page_table: Optional[Tensor],
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
+) -> Tuple[Tensor, Tensor]:
+    return _forward(
+        q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
+        max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale, True,
+    )  # fmt: skip
+
+
+@attention_op.register_fake
+def _(q, k, v, *options):
+    packed = q.dim() == 3
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    return o, q.new_empty(lse, dtype=torch.float32)
+
+
+@torch.library.custom_op("rafter::attention_backward", mutates_args=())
+def backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+    dlse: Optional[Tensor],
+    left: int,
+    right: int,
+    top_left: bool,
+    scale: Optional[float],
+    softcap: float,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_kv: Optional[Tensor],
+    max_seqlen_q: Optional[int],
+    max_seqlen_kv: Optional[int],
+    seqused_kv: Optional[Tensor],
+) -> Tuple[Tensor, Tensor, Tensor]:
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, None, None, None)
+    options = _options(left, right, top_left, scale, softcap, 0)
+    return _core.attend_backward(
+        arrays, (o, lse, d_o, dlse), options, max_seqlen_q, max_seqlen_kv, None, None
+    )
+
+
+@backward_op.register_fake
+def _(q, k, v, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_TENSORS = 3  # q, k, v lead the arguments of attention_op; only they have gradients
+
+
+def _setup(ctx, inputs, output) -> None:
+    (q, k, v, left, right, top_left, scale, softcap, _, cu_q, cu_kv, max_q, max_kv, seqused,
+     page_table, k_scale, v_scale) = inputs  # fmt: skip
+    for name, given in (("page_table", page_table), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if given is not None:
+            raise NotImplementedError(
+                f"{name}: a tensor is not supported where q, k or v require grad: caches in pages "
+                "or of 8 bits have no backward pass"
+            )
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_kv, seqused)
+    ctx.options = (left, right, top_left, scale, softcap)
+    ctx.longest = (max_q, max_kv)
+    ctx.arguments = len(inputs)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A gradient that autograd spread over a dim, or whose head_dim is not contiguous, copied."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _backward(ctx, d_o: Optional[Tensor], dlse: Optional[Tensor]) -> List[Optional[Tensor]]:
+    q, k, v, o, lse, cu_q, cu_kv, seqused = ctx.saved_tensors
+    d_o = torch.zeros_like(o) if d_o is None else _dense(d_o)
+    gradients = backward_op(
+        q, k, v, o, lse, d_o, dlse, *ctx.options, cu_q, cu_kv, *ctx.longest, seqused
+    )
+    return (*gradients, *([None] * (ctx.arguments - _TENSORS)))
+
+
+attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _is_direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody but the kernel has to see this call: no compiler, no gradients, no mode."""
+    return (
+        not torch.compiler.is_compiling()
+        and not (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        )
+        and type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and _dispatch_modes() == 0
+        and _transforms() is None
+    )
+
+
+def _refuse_tangents(**tensors: Tensor) -> None:
+    """Forward-mode derivatives would be lost on the way through an operator."""
+    for name, tensor in tensors.items():
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: a tensor with a tangent is not supported: Rafter has gradients in reverse "
+                "mode only"
+            )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: Tuple[int, int] = (-1, -1),
+    top_left: bool = False,
+    scale: Optional[float] = None,
+    softcap: float = 0.0,
+    splits: int = 0,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_kv: Optional[Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_kv: Optional[int] = None,
+    seqused_kv: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    return_lse: bool = False,
+) -> Any:
+    """rafter.attention in [batch, seqlen, heads, head_dim] or packed, with gradients: o, or
+    (o, lse). A head_dim that is not contiguous is copied; any other stride is taken as it is."""
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        _refuse_tangents(q=q, k=k, v=v)
+    left, right = window
+    arguments = (
+        q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
+        max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
+    )  # fmt: skip
+    if _is_direct(q, k, v):
+        return _forward(*arguments, return_lse)
+    o, lse = attention_op(*arguments)
+    return (o, lse) if return_lse else o
+
+
+def refuse(**given: Any) -> None:
+    """A NotImplementedError for the first argument that asks for something."""
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            raise NotImplementedError(
+                f"{name}: a tensor of shape {tuple(value.shape)} is not supported: Rafter has no "
+                "such option"
+            )
+        if value:
+            raise NotImplementedError(
+                f"{name}: {value!r} is not supported: Rafter has no such option"
+            )

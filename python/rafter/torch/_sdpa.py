@@ -1,0 +1,76 @@
+"""scaled_dot_product_attention, as torch.nn.functional has it."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ._ops import attend, refuse
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """[..., heads, seqlen, head_dim] as [batch, heads, seqlen, head_dim]."""
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x[(None,) * (4 - x.dim())]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, of the same signature and meaning.
+
+    Args:
+        query: [batch, heads_q, seqlen_q, head_dim], or with more or fewer leading dims. Strides
+            are taken as they are: a transposed [batch, seqlen, heads, head_dim] is not copied.
+        key, value: [batch, heads_kv, seqlen_kv, head_dim] and [..., head_dim_v].
+        attn_mask: refused by name, bool or float; None.
+        dropout_p: refused by name; 0.
+        is_causal: row i sees keys up to i (top-left), also where seqlen_q and seqlen_kv differ.
+        scale: default 1 / sqrt(head_dim).
+        enable_gqa: heads_kv may divide heads_q.
+
+    Under torch.autocast the tensors are cast as PyTorch's function casts them.
+
+    Returns: [batch, heads_q, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads_q,
+    head_dim_v], so that transposing it back copies nothing.
+
+    Raises: NotImplementedError for what is refused by name or what no kernel here does; ValueError
+    names the argument whose shape does not fit.
+    """
+    refuse(attn_mask=attn_mask, dropout_p=dropout_p)
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        if x.dim() < 2 or x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)} given; [..., heads, seqlen, head_dim] with the "
+                f"leading dims {tuple(query.shape[:-3])} of query allowed"
+            )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    leading = query.shape[:-2]
+    query, key, value = (_four_dims(x) for x in (query, key, value))
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key: {key.shape[1]} heads given; {query.shape[1]} allowed without enable_gqa"
+        )
+    o = attend(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        window=(-1, 0) if is_causal else (-1, -1),
+        top_left=True,
+        scale=scale,
+    ).transpose(1, 2)
+    return o if len(leading) == 2 else o.reshape(*leading, *o.shape[2:])
