@@ -5,7 +5,10 @@
 #include <vector>
 
 #include "api/checks.h"
+#include "api/operations.h"
 #include "base/element.h"
+#include "dispatch/operations.h"
+#include "rafter/cache.h"
 
 namespace rafter {
 namespace {
@@ -173,7 +176,9 @@ void merge_row(std::span<const AttentionState> states, const AttentionState& out
 
 }  // namespace
 
-Status merge(std::span<const AttentionState> states, const AttentionState& out) {
+namespace {
+
+Status check_merge(std::span<const AttentionState> states, const AttentionState& out) {
   if (states.empty()) {
     return Status::invalid_argument("states", "none", "one state or more");
   }
@@ -185,6 +190,15 @@ Status merge(std::span<const AttentionState> states, const AttentionState& out) 
       return s;
     }
   }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status merge(std::span<const AttentionState> states, const AttentionState& out) {
+  if (Status s = check_merge(states, out); !s) {
+    return s;
+  }
   std::vector<double> weights(states.size());
   const TensorView& o = out.o;
   for (std::int64_t b = 0; b < o.batch; ++b) {
@@ -195,6 +209,37 @@ Status merge(std::span<const AttentionState> states, const AttentionState& out) 
     }
   }
   return Status::ok();
+}
+
+Status merge(std::span<const AttentionState> states, const AttentionState& out,
+             const Device& device, Stream stream) {
+  if (Status s = api::check_device(device, stream); !s) {
+    return s;
+  }
+  if (device.kind == Device::Kind::cpu) {
+    return merge(states, out);
+  }
+  const OperationEntry* const entry = dispatch::find_merge(device.kind);
+  if (Status s = api::check_operation("merge", entry, device); !s) {
+    return s;
+  }
+  if (Status s = check_merge(states, out); !s) {
+    return s;
+  }
+  if (static_cast<std::int64_t>(states.size()) > kMostMergedStates) {
+    return Status::invalid_argument(
+        "states", std::to_string(states.size()),
+        "at most " + std::to_string(kMostMergedStates) + " at once on CUDA");
+  }
+  for (std::size_t i = 0; i <= states.size(); ++i) {
+    const bool last = i == states.size();
+    const std::string name = last ? "out.o" : state_name(i, "o");
+    if (Status s = api::check_head_dim_stride(last ? out.o : states[i].o, name.c_str(), false);
+        !s) {
+      return s;
+    }
+  }
+  return entry->merge({states, out, device.index, stream});
 }
 
 }  // namespace rafter

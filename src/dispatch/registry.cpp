@@ -5,6 +5,7 @@
 
 namespace rafter {
 
+#define RAFTER_OPERATION(stem)  // those are in operations.cpp
 #define RAFTER_KERNEL(stem) std::span<const KernelEntry> entries_##stem();
 #include "kernel_list.inc"
 #undef RAFTER_KERNEL

@@ -29,7 +29,7 @@ AttentionProblem sized_problem(const Case& c) {
     for (const std::int64_t length : c.lengths_kv) {
       pages += (length + p.page_size - 1) / p.page_size;
     }
-    p.num_pages = pages + 2;  // page 0 and the last are nobody's
+    p.num_pages = pages + c.spare_pages + 2;  // page 0 and the last are nobody's
   }
   return p;
 }
@@ -60,7 +60,8 @@ struct Scene {
   LseView lse;
   Indices cu_q, cu_kv, used, pages;
   bool with_scales = false;
-  BitsView tree_mask;
+  std::vector<std::uint64_t> tree_words;
+  std::vector<std::int32_t> bad_pages;
   std::vector<std::int64_t> q_starts, kv_starts;  // packed: first rows
   std::vector<std::int64_t> page_ids;             // paged: [batch, cols]
   std::int64_t page_cols = 0;
@@ -71,8 +72,27 @@ struct Scene {
       in.k_scale = k_scale.view;
       in.v_scale = v_scale.view;
     }
-    in.tree_mask = tree_mask;
+    if (!tree_words.empty()) {
+      in.tree_mask = BitsView::contiguous(tree_words.data(), problem.batch, problem.seqlen_q);
+    }
     return in;
+  }
+  ForwardOutputs outputs() {
+    ForwardOutputs out{o.view, lse};
+    if (problem.layout == Layout::paged) {
+      out.bad_pages = {bad_pages.data(), static_cast<std::int64_t>(bad_pages.size())};
+    }
+    return out;
+  }
+  std::vector<Region> regions() {
+    std::vector<Region> all = {{tree_words.data(), tree_words.size() * sizeof(tree_words[0])},
+                               {bad_pages.data(), bad_pages.size() * sizeof(bad_pages[0])}};
+    for (GuardedBuffer* buffer :
+         {&q.buffer, &k.buffer, &v.buffer, &o.buffer, &k_scale.buffer, &v_scale.buffer, &lse_buffer,
+          &cu_q.buffer, &cu_kv.buffer, &used.buffer, &pages.buffer}) {
+      all.push_back(buffer->region());
+    }
+    return all;
   }
 };
 
@@ -142,8 +162,6 @@ void write_values(const Case& c, const Values& values, Scene& scene) {
   }
 }
 
-bool is_scaled(DType kv) { return kv == DType::int8 || kv == DType::e4m3; }
-
 /// Factors of k or v: of each row, or one of each head in strides of 0.
 Placed place_scales(const Case& c, Style style, const TensorView& rows, Fill fill) {
   const bool per_head = c.scales == Scales::per_head;
@@ -175,7 +193,6 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
   }
   if (p.layout == Layout::paged) {
     number_pages(c, scene);
-    scene.pages = make_indices(scene.page_ids, options.index_dtype, scene.page_cols);
   }
   if (p.seqused_kv) {
     scene.used = make_indices(c.lengths_kv, options.index_dtype);
@@ -195,7 +212,7 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
   scene.k_scale = place_scales(c, nth_style(c.style, 1), scene.k.view, fill);
   scene.v_scale = place_scales(c, nth_style(c.style, 2), scene.v.view, fill);
   if (p.tree_mask) {
-    scene.tree_mask = BitsView::contiguous(values.tree_mask.data(), p.batch, p.seqlen_q);
+    scene.tree_words = values.tree_mask;
   }
   scene.o = place(nth_style(c.style, 3), options.problem_dtype_out ? p.dtype : DType::f32, q_batch,
                   q_rows, p.heads_q, dim_v, fill);
@@ -213,6 +230,13 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
                  1};
   }
   write_values(c, values, scene);
+  if (p.layout == Layout::paged) {
+    scene.bad_pages.assign(index(p.batch), -1);
+    for (const WrongPage& wrong : options.wrong_pages) {
+      scene.page_ids[index(wrong.sequence * scene.page_cols + wrong.column)] = wrong.page;
+    }
+    scene.pages = make_indices(scene.page_ids, options.index_dtype, scene.page_cols);
+  }
   return scene;
 }
 
@@ -253,6 +277,7 @@ Output read_output(const Case& c, const Scene& scene) {
       }
     }
   }
+  output.bad_pages = scene.bad_pages;
   return output;
 }
 
@@ -285,89 +310,10 @@ std::vector<double> head_of(const std::vector<float>& values, std::int64_t first
   return out;
 }
 
-float round_to(DType dtype, float value) {
-  switch (dtype) {
-    case DType::f16:
-      return f16_to_f32(f32_to_f16(value));
-    case DType::bf16:
-      return bf16_to_f32(f32_to_bf16(value));
-    default:
-      return value;
-  }
-}
-
-namespace {
-
-/// Rounds rows [·, heads, dim] to multiples of a factor each and returns the factors. Those have 8
-/// significant bits: the multiples are exact in f32.
-std::vector<float> quantise(std::vector<float>& rows, std::int64_t dim, std::int64_t heads,
-                            DType dtype, Scales kind) {
-  const float reach = dtype == DType::int8 ? 126.0f : 440.0f;
-  std::vector<float> largest(rows.size() / index(dim), 1e-3f);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    float& one = largest[i / index(dim)];
-    one = std::fmax(one, std::fabs(rows[i]));
-  }
-  if (kind == Scales::per_head) {
-    for (std::size_t i = index(heads); i < largest.size(); ++i) {
-      float& of_head = largest[i % index(heads)];
-      of_head = std::fmax(of_head, largest[i]);
-    }
-    for (std::size_t i = index(heads); i < largest.size(); ++i) {
-      largest[i] = largest[i % index(heads)];
-    }
-  }
-  std::vector<float> scales;
-  for (const float one : largest) {
-    scales.push_back(kind == Scales::none ? 1.0f : round_to(DType::bf16, one / reach));
-  }
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const float scale = scales[i / index(dim)];
-    rows[i] =
-        scale * (dtype == DType::int8 ? std::clamp(std::round(rows[i] / scale), -127.0f, 127.0f)
-                                      : e4m3_to_f32(f32_to_e4m3(rows[i] / scale)));
-  }
-  return scales;
-}
-
-}  // namespace
-
-Values make_values(const Case& c) {
-  std::mt19937 generator(c.seed);
-  std::normal_distribution<double> normal(0.0, 1.0);
-  const AttentionProblem& p = c.problem;
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
-  const auto fill = [&](std::int64_t count, double sigma) {
-    std::vector<float> values(index(count));
-    for (float& value : values) {
-      value = round_to(p.dtype, static_cast<float>(sigma * normal(generator)));
-    }
-    return values;
-  };
-  Values values{fill(sum_of(c.lengths_q) * p.heads_q * p.head_dim, c.sigma_q),
-                fill(sum_of(c.lengths_kv) * heads_kv * p.head_dim, c.sigma_k),
-                fill(sum_of(c.lengths_kv) * heads_kv * dim_v, 1.0)};
-  const DType kv = p.kv_dtype.value_or(p.dtype);
-  if (is_scaled(kv)) {
-    values.k_scale = quantise(values.k, p.head_dim, heads_kv, kv, c.scales);
-    values.v_scale = quantise(values.v, dim_v, heads_kv, kv, c.scales);
-  }
-  if (p.tree_mask) {  // every query itself, and any of the others; the first sees no new token
-    std::uniform_int_distribution<std::uint64_t> bits;
-    for (const std::int64_t rows : c.lengths_q) {
-      for (std::int64_t i = 0; i < rows; ++i) {
-        values.tree_mask.push_back(i == 0 ? 0 : bits(generator) | std::uint64_t{1} << i);
-      }
-    }
-  }
-  return values;
-}
-
 Status try_case(const Case& c, const Values& values, const RunOptions& options, Output& output) {
   Scene scene = make_scene(c, values, options);
   const Result<Plan> planned =
-      plan(scene.problem, Device::cpu(),
+      plan(scene.problem, options.device,
            {.kernel = options.kernel, .threads = options.threads, .splits = options.splits});
   if (!planned) {
     return planned.status();
@@ -375,9 +321,12 @@ Status try_case(const Case& c, const Values& values, const RunOptions& options, 
   EXPECT_EQ(planned->kernel(), options.kernel);
   GuardedBuffer workspace(static_cast<std::size_t>(planned->workspace_bytes()), options.fill);
   const std::vector<unsigned char> before = bytes_outside(c, scene);
+  const Workspace lent{workspace.data(), static_cast<std::int64_t>(workspace.bytes())};
+  std::vector<Region> regions = scene.regions();
+  regions.push_back(workspace.region());
   const Status status =
-      planned->forward(scene.inputs(), {scene.o.view, scene.lse},
-                       {workspace.data(), static_cast<std::int64_t>(workspace.bytes())});
+      options.forward ? options.forward(*planned, scene.inputs(), scene.outputs(), lent, regions)
+                      : planned->forward(scene.inputs(), scene.outputs(), lent);
   EXPECT_TRUE(scene.o.buffer.intact()) << "o was written outside its buffer";
   EXPECT_TRUE(before == bytes_outside(c, scene)) << "o was written outside its rows";
   EXPECT_TRUE(!options.with_lse || scene.lse_buffer.intact()) << "lse was written outside";
@@ -557,8 +506,8 @@ std::vector<std::string> cpu_kernels(Pass pass) {
   return names;
 }
 
-std::string refusal_of(const Case& c, const std::string& kernel) {
-  const Result<Plan> planned = plan(sized_problem(c), Device::cpu(), {.kernel = kernel});
+std::string refusal_of(const Case& c, const std::string& kernel, const Device& device) {
+  const Result<Plan> planned = plan(sized_problem(c), device, {.kernel = kernel});
   return planned ? std::string() : planned.status().message();
 }
 

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,6 +39,7 @@ struct Case {
   std::uint32_t seed = 1;
   double sigma_q = 1, sigma_k = 1;
   Scales scales = Scales::per_token;  // none: e4m3 alone
+  std::int64_t spare_pages = 0;       // paged: so many more that nobody has
 
   Case& lengths(std::vector<std::int64_t> q, std::vector<std::int64_t> kv) {
     lengths_q = std::move(q);
@@ -58,7 +61,18 @@ Values make_values(const Case& c);
 /// Results in the same order: o [Σ seqlen_q, heads_q, head_dim_v], lse [Σ seqlen_q, heads_q].
 struct Output {
   std::vector<float> o, lse;
+  std::vector<std::int32_t> bad_pages = {};  // paged: [batch]
 };
+
+/// An entry of the page table that is not what it should be.
+struct WrongPage {
+  std::int64_t sequence = 0, column = 0, page = -1;
+};
+
+/// Runs a plan on memory of the host: `regions` has all that the views point to, and what surrounds
+/// it. Another device's works on copies, and brings back what was written.
+using Forward = std::function<Status(const Plan&, const ForwardInputs&, const ForwardOutputs&,
+                                     Workspace, std::span<const Region> regions)>;
 
 struct RunOptions {
   std::string kernel;
@@ -68,6 +82,9 @@ struct RunOptions {
   bool problem_dtype_out = false;  // o in the problem's dtype; else f32
   bool with_lse = true;
   std::int64_t splits = 0;
+  Device device = {};
+  Forward forward = {};  // on the CPU: Plan::forward
+  std::vector<WrongPage> wrong_pages = {};
 };
 
 /// Runs a case through plan and forward; fails the test on any error or a broken guard band.
@@ -94,9 +111,11 @@ void check_case(const Case& c, const RunOptions& options);
 /// Names of the CPU kernels of a pass that this machine has.
 std::vector<std::string> cpu_kernels(Pass pass = Pass::forward);
 /// The kernel's refusal of a case, empty when it takes it.
-std::string refusal_of(const Case& c, const std::string& kernel);
+std::string refusal_of(const Case& c, const std::string& kernel, const Device& device = {});
 
 float round_to(DType dtype, float value);
+/// k and v of this dtype may have factors.
+bool is_scaled(DType kv_dtype);
 
 /// The case's problem with batch, capacities, totals and pages set from the lengths.
 AttentionProblem sized_problem(const Case& c);

@@ -12,6 +12,12 @@ namespace rafter::testing {
 /// The byte that memory outside the valid region holds. 0xff is NaN in f32, f16 and bf16.
 enum class Fill : unsigned char { nan = 0xff, zero = 0x00 };
 
+/// Some memory of the host.
+struct Region {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
 class GuardedBuffer {
  public:
   static constexpr std::size_t kGuard = 4096;
@@ -28,6 +34,8 @@ class GuardedBuffer {
 
   void* data() { return memory_.data() + offset_; }
   std::size_t bytes() const { return bytes_; }
+  /// The guard bands as well.
+  Region region() { return {memory_.data(), memory_.size()}; }
 
   /// True while nothing outside [data, data + bytes) has changed.
   bool intact() const {

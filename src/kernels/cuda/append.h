@@ -1,0 +1,44 @@
+// Append of new tokens to a cache: what the host gives the kernel.
+#pragma once
+
+#include "kernels/cuda/rows.h"
+#include "rafter/status.h"
+
+namespace rafter::cuda {
+
+/// Lengths, page numbers in device memory; null: not given.
+struct RowIndices {
+  const void* data = nullptr;
+  bool wide = false;  // i64, else i32
+};
+
+/// One of k, v, q: rows in, rows out, and the factors of a quantised cache.
+struct AppendRows {
+  Rows from, to;
+  Rows computed;                 // data null: not asked for
+  const float* given = nullptr;  // factors of the heads
+  std::int64_t given_stride = 0;
+  int heads = 0, head_dim = 0;
+};
+
+struct AppendParams {
+  AppendRows k, v, q;  // q.heads is 0 where there is none
+  RowIndices seqused_kv, seqused_new, page_table;
+  std::int64_t page_cols = 0;   // paged: of the table
+  std::int64_t places = 0;      // paged: pages; else unused
+  std::int64_t place_rows = 0;  // of a page, or the capacity of a dense cache
+  std::int64_t max_position = 0;
+  const float* cos = nullptr;
+  const float* sin = nullptr;
+  int rotary_dim = 0;
+  bool interleaved = false;
+  bool tables_in_vectors = false;  // four angles are aligned together
+  int seqlen = 0;
+  int lane_bits = 0;                // 2^lane_bits lanes a row
+  std::int64_t items = 0;           // rows of k, v and q, below 2^31
+  std::int32_t* dropped = nullptr;  // zeroed
+};
+
+Status launch_append(const AppendParams& params, void* stream);
+
+}  // namespace rafter::cuda
