@@ -3,7 +3,8 @@
  * What grows carries its size: set `size` to sizeof of the struct and leave what you do not mean at
  * zero, which is every field's default. A program compiled against an older header runs with a
  * newer library; a newer program is refused by an older library only where it uses a field that the
- * library does not know. rafter_tensor, rafter_lse, rafter_indices and rafter_state never change.
+ * library does not know. rafter_tensor, rafter_lse, rafter_indices, rafter_bits,
+ * rafter_counts and rafter_state never change.
  *
  * Functions return a status; rafter_error_message() says in one line what was wrong. Nothing
  * throws, prints or exits. A plan may be used by several threads at once. */
@@ -79,6 +80,19 @@ typedef struct rafter_indices {
   int32_t reserved; /* 0 */
 } rafter_indices;
 
+/* Words [rows, cols], the words of a row contiguous. A null data: not given. */
+typedef struct rafter_bits {
+  const uint64_t* data;
+  int64_t rows, cols;
+  int64_t row_stride; /* in words */
+} rafter_bits;
+
+/* Counts that a run writes. A null data: not wanted. */
+typedef struct rafter_counts {
+  int32_t* data;
+  int64_t count;
+} rafter_counts;
+
 /* Views of contiguous memory. */
 rafter_tensor rafter_contiguous(const void* data, rafter_dtype dtype, int64_t batch, int64_t seqlen,
                                 int64_t heads, int64_t head_dim);
@@ -132,8 +146,9 @@ typedef struct rafter_problem {
   int32_t seqused_kv;           /* 1: the keys of each sequence are counted at run time */
   int64_t total_q, total_kv;    /* packed: rows of q and o, of k and v */
   int64_t page_size, num_pages; /* paged */
-  rafter_dtype kv_dtype;        /* of k, v: dtype, which 0 means, or RAFTER_INT8 with scales */
-  int32_t reserved;             /* 0 */
+  rafter_dtype kv_dtype;        /* of k, v: dtype, which 0 means, or RAFTER_INT8 or RAFTER_E4M3 */
+  int32_t tree_mask; /* 1: the last seqlen_q keys, at most 64, are the queries' own tokens, and
+                        which of those a query sees is given at run time; wants no mask */
 } rafter_problem;
 
 typedef struct rafter_plan_options {
@@ -184,10 +199,15 @@ typedef struct rafter_forward_args {
   void* workspace;                            /* contents before and after mean nothing */
   int64_t workspace_bytes;
   void* stream; /* CUDA: a cudaStream_t, null for the default stream; CPU: null */
-  /* kv_dtype RAFTER_INT8: f32 factors, one per token and KV head, in the layout of k with a
-   * head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; paged [pages, page_size, heads_kv, 1]. A null
-   * data: not given. */
+  /* kv_dtype RAFTER_INT8 or RAFTER_E4M3: f32 factors, one per token and KV head, in the layout of k
+   * with a head_dim of 1: [batch, seqlen_kv, heads_kv, 1]; paged [pages, page_size, heads_kv, 1];
+   * strides of 0 for one per KV head. A null data: not given, which e4m3 takes for 1. */
   rafter_tensor k_scale, v_scale;
+  rafter_bits tree_mask;   /* [batch, seqlen_q]: bit j of word i says that query i sees key
+                              seqlen_kv - seqlen_q + j */
+  rafter_counts bad_pages; /* paged, may be null: [batch], how many pages of a sequence are not in
+                              [0, num_pages); on CUDA their keys are not seen, on the CPU they are
+                              errors */
 } rafter_forward_args;
 
 /* O = softmax(softmax_scale * Q K^T + mask) V, accumulated in f32. Decoding is the same call with

@@ -145,7 +145,10 @@ Status forward(const rafter_plan* plan, const rafter_forward_args* args) {
     return s;
   }
   ForwardInputs in;
-  ForwardOutputs out{.o = {}, .lse = to_lse(a.lse)};
+  in.tree_mask = {a.tree_mask.data, a.tree_mask.rows, a.tree_mask.cols, a.tree_mask.row_stride};
+  ForwardOutputs out{.o = {},
+                     .lse = to_lse(a.lse),
+                     .bad_pages = {.data = a.bad_pages.data, .size = a.bad_pages.count}};
   for (const Status& s :
        {to_tensors({{"q", a.q, in.q}, {"k", a.k, in.k}, {"v", a.v, in.v}, {"o", a.o, out.o}}),
         to_optional_tensors(

@@ -119,6 +119,7 @@ Status to_problem(const rafter_problem& given, AttentionProblem& out) {
   out.head_dim_v = given.head_dim_v;
   out.softcap = given.softcap;
   out.seqused_kv = given.seqused_kv == 1;
+  out.tree_mask = given.tree_mask == 1;
   out.total_q = given.total_q;
   out.total_kv = given.total_kv;
   out.page_size = given.page_size;
@@ -133,7 +134,7 @@ Status to_problem(const rafter_problem& given, AttentionProblem& out) {
        {flag("has_softmax_scale", given.has_softmax_scale), flag("seqused_kv", given.seqused_kv),
         look_up("dtype", given.dtype, kDTypes, out.dtype),
         look_up("layout", given.layout, kLayouts, out.layout),
-        to_kv_dtype(given.kv_dtype, out.kv_dtype), reserved("problem.reserved", given.reserved)}) {
+        to_kv_dtype(given.kv_dtype, out.kv_dtype), flag("tree_mask", given.tree_mask)}) {
     if (!s) {
       return s;
     }

@@ -28,6 +28,14 @@ rafter_plan_options backward_options() {
   return options;
 }
 
+/// The one kernel that takes whatever the API describes.
+rafter_plan_options reference_options() {
+  rafter_plan_options options{};
+  options.size = sizeof(options);
+  options.kernel = "forward_reference";
+  return options;
+}
+
 TensorView view(const void* data, std::int64_t heads, DType dtype = DType::f32,
                 std::int64_t head_dim = kDim) {
   return TensorView::contiguous(data, dtype, kBatch, kSeqlen, heads, head_dim);
@@ -201,6 +209,78 @@ TEST_F(CAbi, FactorsOfAnInt8CacheAreWantedThereAndRefusedElsewhere) {
   floats.args.k_scale = c.args.k_scale;
   EXPECT_EQ(rafter_forward(plan_, &floats.args), RAFTER_INVALID_ARGUMENT);
   EXPECT_STREQ(rafter_error_parameter(), "k_scale") << rafter_error_message();
+}
+
+TEST_F(CAbi, AnE4m3CacheWithoutFactorsIsItsValues) {
+  rafter_problem problem = causal_problem();
+  make(problem);
+  Call floats(rafter_plan_workspace_bytes(plan_));
+  std::vector<std::uint8_t> k8, v8;
+  for (auto [values, bits] : {std::pair(&floats.k, &k8), std::pair(&floats.v, &v8)}) {
+    for (float& value : *values) {
+      bits->push_back(f32_to_e4m3(value));
+      value = e4m3_to_f32(bits->back());
+    }
+  }
+  ASSERT_EQ(rafter_forward(plan_, &floats.args), RAFTER_OK) << rafter_error_message();
+
+  problem.kv_dtype = RAFTER_E4M3;
+  const rafter_plan_options options = reference_options();
+  make(problem, &options);
+  Call eight(rafter_plan_workspace_bytes(plan_));
+  eight.args.k = rafter_contiguous(k8.data(), RAFTER_E4M3, kBatch, kSeqlen, kHeadsKv, kDim);
+  eight.args.v = rafter_contiguous(v8.data(), RAFTER_E4M3, kBatch, kSeqlen, kHeadsKv, kDim);
+  ASSERT_EQ(rafter_forward(plan_, &eight.args), RAFTER_OK) << rafter_error_message();
+  for (std::size_t i = 0; i < eight.o.size(); ++i) {
+    ASSERT_NEAR(eight.o[i], floats.o[i], 1e-5f) << i;
+  }
+}
+
+TEST_F(CAbi, ATreeThatIsAChainIsCausal) {
+  make(causal_problem());
+  Call causal(rafter_plan_workspace_bytes(plan_));
+  ASSERT_EQ(rafter_forward(plan_, &causal.args), RAFTER_OK) << rafter_error_message();
+
+  rafter_problem problem = causal_problem();
+  problem.mask = RAFTER_MASK_NONE;
+  problem.tree_mask = 1;
+  const rafter_plan_options options = reference_options();
+  make(problem, &options);
+  Call tree(rafter_plan_workspace_bytes(plan_));
+  EXPECT_EQ(rafter_forward(plan_, &tree.args), RAFTER_INVALID_ARGUMENT);
+  EXPECT_STREQ(rafter_error_parameter(), "tree_mask.batch") << rafter_error_message();
+  std::vector<std::uint64_t> words;
+  for (std::int64_t i = 0; i < kBatch * kSeqlen; ++i) {
+    words.push_back((std::uint64_t{2} << (i % kSeqlen)) - 1);
+  }
+  tree.args.tree_mask = {words.data(), kBatch, kSeqlen, kSeqlen};
+  ASSERT_EQ(rafter_forward(plan_, &tree.args), RAFTER_OK) << rafter_error_message();
+  for (std::size_t i = 0; i < tree.o.size(); ++i) {
+    ASSERT_NEAR(tree.o[i], causal.o[i], 1e-5f) << i;
+  }
+  words[1] = 2;  // the second token no longer sees the first
+  Call apart(rafter_plan_workspace_bytes(plan_));
+  apart.args.tree_mask = tree.args.tree_mask;
+  ASSERT_EQ(rafter_forward(plan_, &apart.args), RAFTER_OK);
+  EXPECT_FALSE(same(apart.o, tree.o));
+}
+
+TEST_F(CAbi, BadPagesAreCountedFromZero) {
+  rafter_problem problem = causal_problem();
+  problem.layout = RAFTER_PAGED;
+  problem.page_size = kSeqlen;
+  problem.num_pages = kBatch;
+  problem.seqused_kv = 1;
+  make(problem);
+  Call paged(rafter_plan_workspace_bytes(plan_));
+  const std::int32_t lengths[kBatch] = {kSeqlen, kSeqlen}, pages[kBatch] = {1, 0};
+  std::int32_t bad[kBatch] = {7, 7};
+  paged.args.seqused_kv = {lengths, 1, kBatch, RAFTER_I32, 0};
+  paged.args.page_table = {pages, kBatch, 1, RAFTER_I32, 0};
+  paged.args.bad_pages = {bad, kBatch};
+  ASSERT_EQ(rafter_forward(plan_, &paged.args), RAFTER_OK) << rafter_error_message();
+  EXPECT_EQ(bad[0], 0);
+  EXPECT_EQ(bad[1], 0);
 }
 
 }  // namespace

@@ -21,7 +21,8 @@ static_assert(offsetof(rafter_problem, kv_dtype) == 144);
 static_assert(offsetof(rafter_plan_options, device_spec) == 40);
 static_assert(offsetof(rafter_plan_options, pass) == 48);
 static_assert(offsetof(rafter_forward_args, stream) == 528);
-static_assert(offsetof(rafter_forward_args, v_scale) == 616);
+static_assert(sizeof(rafter_bits) == 32 && sizeof(rafter_counts) == 16);
+static_assert(offsetof(rafter_forward_args, bad_pages) == 728);
 static_assert(offsetof(rafter_backward_args, stream) == 872);
 static_assert(offsetof(rafter_cost, near_ridge) == 116);
 
@@ -101,8 +102,8 @@ TEST_F(CAbi, ImpossibleValuesAreNamed) {
   problem.kv_dtype = 99;
   expect_refused(problem, RAFTER_INVALID_ARGUMENT, "kv_dtype");
   problem = causal_problem();
-  problem.reserved = 1;
-  expect_refused(problem, RAFTER_INVALID_ARGUMENT, "problem.reserved");
+  problem.tree_mask = 2;
+  expect_refused(problem, RAFTER_INVALID_ARGUMENT, "tree_mask");
   rafter_plan_options options{};
   options.size = sizeof(options);
   options.kernel = "forward_abacus";
