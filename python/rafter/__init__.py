@@ -1,17 +1,36 @@
 """Fused attention that knows its roofline.
 
 rafter.attention and rafter.decode compute exact attention on arrays of any library with DLPack, on
-the CPU or a CUDA device; rafter.attention_backward its gradients; rafter.explain says what it costs
-and which wall it meets on any device; rafter.plan does both for work that is repeated;
-rafter.merge unites results over disjoint keys. rafter.torch, imported on demand, has the functions
-that PyTorch models call.
+the CPU or a CUDA device; rafter.attention_backward its gradients; rafter.append writes new tokens
+into a cache; rafter.merge unites results over disjoint keys; rafter.explain says what attention
+costs and which wall it meets on any device; rafter.plan does both for work that is repeated.
+rafter.torch, imported on demand, has the functions that PyTorch models call.
 """
 
-from . import roofline
-from ._attention import attention, attention_backward, decode, merge
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._attention import append, attention, attention_backward, decode, merge
 from ._core import __version__
-from ._explain import Ceiling, Device, Explanation, Figure, devices, explain, kernels
-from ._plan import Plan, plan
+
+if TYPE_CHECKING:
+    from . import roofline
+    from ._explain import Ceiling, Device, Explanation, Figure, devices, explain, kernels
+    from ._plan import Plan, plan
+
+# Imported when first asked for: attention itself needs none of it.
+_LATER = {
+    "Ceiling": "_explain",
+    "Device": "_explain",
+    "Explanation": "_explain",
+    "Figure": "_explain",
+    "Plan": "_plan",
+    "devices": "_explain",
+    "explain": "_explain",
+    "kernels": "_explain",
+    "plan": "_plan",
+    "roofline": "roofline",
+}
 
 __all__ = [
     "Ceiling",
@@ -20,6 +39,7 @@ __all__ = [
     "Figure",
     "Plan",
     "__version__",
+    "append",
     "attention",
     "attention_backward",
     "decode",
@@ -30,3 +50,16 @@ __all__ = [
     "plan",
     "roofline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'rafter' has no attribute {name!r}")
+    module = importlib.import_module(f"rafter.{_LATER[name]}")
+    value = module if _LATER[name] == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list:
+    return sorted({*globals(), *__all__})

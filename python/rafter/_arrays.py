@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 _CUDA = (2, 13)  # DLPack's device types of CUDA and of CUDA's managed memory
 _LEGACY_STREAM = 1  # what DLPack calls the stream whose handle is 0
@@ -18,9 +18,16 @@ _LEGACY_STREAM = 1  # what DLPack calls the stream whose handle is 0
 _AS_INTEGERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
+_libraries: Dict[type, str] = {}  # of types seen: every call on a GPU asks
+
+
 def library_of(array: Any) -> str:
     """The top package of an array's type: "numpy", "torch", "jax", ..."""
-    return type(array).__module__.partition(".")[0]
+    kind = type(array)
+    library = _libraries.get(kind)
+    if library is None:
+        library = _libraries[kind] = kind.__module__.partition(".")[0]
+    return library
 
 
 def device_of(array: Any) -> Optional[Tuple[int, int]]:
@@ -63,8 +70,9 @@ def empty(like: Any, shape: Tuple[int, ...], dtype: str, zero: bool) -> Any:
     library = library_of(like)
     if library == "torch":
         make = like.new_zeros if zero else like.new_empty
-        float32 = sys.modules["torch"].float32
-        return make(shape) if dtype != "float32" else make(shape, dtype=float32)
+        if dtype != "float32":
+            return make(shape)
+        return make(shape, dtype=sys.modules["torch"].float32)
     if library == "numpy":
         numpy = sys.modules["numpy"]
         make = numpy.zeros if zero else numpy.empty

@@ -1,4 +1,4 @@
-"""Attention, decoding, gradients and merging on arrays."""
+"""Attention, decoding, gradients, caches and merging on arrays."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def attention(
         RuntimeError: the device failed, or has no memory left.
     """
     arrays = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
     )  # fmt: skip
     options = (
         causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, splits
@@ -110,12 +110,14 @@ def decode(
     seqused: Any,
     page_table: Any = None,
     *,
-    causal: bool = True,
+    causal: Optional[bool] = None,
     window: Window = None,
     softmax_scale: Optional[float] = None,
     softcap: Optional[float] = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    tree_mask: Any = None,
+    bad_pages: Any = None,
     return_lse: bool = False,
     out: Any = None,
     pipeline: Optional[str] = None,
@@ -135,13 +137,24 @@ def decode(
         v_cache: as k_cache, with a head_dim_v of its own.
         seqused: [batch] int32 or int64, keys in each cache, the new ones included; None: all.
         page_table: [batch, pages per sequence] int32 or int64; needs seqused.
-        causal: the last query sees the last key, the one before it one less, and so on.
+        causal: the last query sees the last key, the one before it one less, and so on. The
+            default, except with tree_mask.
         k_scale, v_scale: float32 factors of 8-bit caches: one per key and head, of the shape of
             k_cache without head_dim, or one per head, [heads_kv].
+        tree_mask: [batch, seqlen_q] int64 or uint64, for new tokens proposed as a tree, at most 64:
+            bit j of word i says that query i sees the key of new token j. Every key before the new
+            ones is seen.
+        bad_pages: [batch] int32, written: how many of a sequence's pages do not exist. On a CUDA
+            device, where page tables are not read by the call, keys of such pages are not seen; on
+            the CPU they are errors.
     The other arguments, results and errors are those of rafter.attention; lse is [batch, heads_q]
     where q has three dims.
     """
-    arrays = (q, k_cache, v_cache, None, None, seqused, page_table, k_scale, v_scale)
+    arrays = (
+        q, k_cache, v_cache, None, None, seqused, page_table, k_scale, v_scale, tree_mask, bad_pages
+    )  # fmt: skip
+    if causal is None:
+        causal = tree_mask is None
     options = (
         causal, window, None, softmax_scale, softcap, pipeline, kernel, threads, splits
     )  # fmt: skip
@@ -188,7 +201,7 @@ def attention_backward(
 
     Returns: (dq, dk, dv), of the shapes of q, k, v and of q's dtype.
     """
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, None, None, None)
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
     options = (
         causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, 0
     )  # fmt: skip
@@ -198,6 +211,55 @@ def attention_backward(
         stream, q, _core.attend_backward, arrays, (o, lse, d_o, dlse), options, max_seqlen_q,
         max_seqlen_kv, out,
     )  # fmt: skip
+
+
+def append(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seqused: Any,
+    *,
+    seqused_new: Any = None,
+    page_table: Any = None,
+    q: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    dropped: Any = None,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Writes the rows of new tokens into a cache, in place: turned by their position and quantised
+    as asked, in one launch on a CUDA device.
+
+    Row i of sequence b belongs at position seqused[b] + i. A token whose position is beyond the
+    capacity, the page table or the tables of cos and sin is not written.
+
+    Args:
+        k: [batch, seqlen, heads_kv, head_dim]; one new token each may leave out seqlen.
+        v: as k, with a head_dim_v of its own.
+        k_cache, v_cache: as in rafter.decode, of k's dtype, int8 or float8_e4m3fn.
+        seqused: [batch] int32 or int64, lengths before.
+        seqused_new: [batch], how many of the rows are there; None: all.
+        page_table: [batch, pages per sequence] int32 or int64.
+        q: [batch, seqlen, heads_q, head_dim], queries to turn in the same launch.
+        cos, sin: float32 [max_position, rotary_dim / 2] tables of a rotary position embedding.
+        interleaved: elements 2i and 2i + 1 turn together, else i and i + rotary_dim / 2.
+        k_scale, v_scale: float32 factors of 8-bit caches: [heads_kv] given, rows are divided by
+            them; or of the shape of the cache without head_dim, computed for each row and written.
+        dropped: [batch] int32, written: how many tokens were not.
+        out: where q is written, may be q itself.
+        stream: as in rafter.attention.
+
+    Returns: q turned, of q's type, or None without q. Errors are those of rafter.attention.
+    """
+    arrays = (
+        k, v, k_cache, v_cache, seqused, seqused_new, page_table, q, k_scale, v_scale, dropped
+    )  # fmt: skip
+    return on(stream, k, _core.append, arrays, (cos, sin, interleaved), out)
 
 
 def merge(

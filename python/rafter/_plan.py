@@ -80,13 +80,17 @@ class Plan:
         page_table: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        tree_mask: Any = None,
+        bad_pages: Any = None,
         return_lse: bool = False,
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Runs a plan of the forward pass; arrays, results and errors as rafter.attention."""
+        """Runs a plan of the forward pass; arrays, results and errors as rafter.attention;
+        tree_mask and bad_pages as rafter.decode."""
         arrays = (
-            q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale
+            q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale,
+            tree_mask, bad_pages,
         )  # fmt: skip
         return on(stream, q, self._core.forward, arrays, return_lse, out)
 
@@ -108,7 +112,7 @@ class Plan:
     ) -> Tuple[Any, Any, Any]:
         """Runs a plan made with pass_="backward"; arrays, results and errors as
         rafter.attention_backward."""
-        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, None, None, None)
+        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
         return on(stream, q, self._core.backward, arrays, (o, lse, d_o, dlse), out)
 
     def __repr__(self) -> str:
@@ -142,6 +146,7 @@ def plan(
     page_size: int = 0,
     num_pages: int = 0,
     seqused_kv: bool = False,
+    tree_mask: bool = False,
     pass_: str = "forward",
     pipeline: Optional[str] = None,
     kernel: Optional[str] = None,
@@ -156,10 +161,10 @@ def plan(
         seqlen_q, seqlen_kv: rows and keys of a sequence (capacities where lengths are data);
             seqlen_kv is seqlen_q by default.
         heads_kv: 0 is heads_q. head_dim_v: 0 is head_dim.
-        dtype: "f32", "f16" or "bf16". kv_dtype: of k and v, where it is another: "int8", ...
+        dtype: "f32", "f16" or "bf16". kv_dtype: of k and v, where it is another: "int8", "e4m3"
         total_q, total_kv: rows of all packed sequences; above 0 asks for the packed layout.
         page_size, num_pages: keys per page and pages of a paged cache.
-        seqused_kv: whether a run gives the keys of each sequence.
+        seqused_kv, tree_mask: whether a run gives the keys of each sequence; a tree of new tokens.
         pass_: "forward", or "backward" for a plan that Plan.backward runs.
         device: where it runs: "cpu", "cuda" or "cuda:1".
         device_spec: ceilings for the prediction: a name of rafter.devices or a file of
@@ -181,6 +186,7 @@ def plan(
         "page_size": page_size,
         "num_pages": num_pages,
         "seqused_kv": seqused_kv,
+        "tree_mask": tree_mask,
     }
     options = (
         causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, splits

@@ -234,7 +234,8 @@ Tensor::Tensor(std::string name_, nb::handle object, const Place& place, Array::
                bool grad)
     : name(std::move(name_)) {
   if (!grad) {
-    const nb::object requires_grad = nb::getattr(object, "requires_grad", nb::none());
+    static const nb::handle kName = PyUnicode_InternFromString("requires_grad");
+    const nb::object requires_grad = nb::getattr(object, kName, nb::none());
     if (requires_grad.ptr() == Py_True) {
       raise_invalid(name, "a tensor that requires grad",
                     "tensors without gradient (detach() them; rafter.torch has gradients)");
@@ -345,6 +346,48 @@ Indices::Indices(const char* name, nb::handle object, int rank, const Place& pla
           .dtype = given.bits == 64 ? DType::i64 : DType::i32,
           .size = array.size(),
           .cols = rank == 2 ? array.shape[1] : 0};
+}
+
+Bits::Bits(const char* name, nb::handle object, const Place& place) {
+  if (object.is_none()) {
+    return;
+  }
+  array = Array(name, object, place, Array::Access::read);
+  const nb::dlpack::dtype given = array.dtype;
+  const bool is_int = given.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int) ||
+                      given.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::UInt);
+  if (!is_int || given.lanes != 1 || given.bits != 64) {
+    raise_invalid(std::string(name) + ".dtype", dtype_text(given), "int64, uint64");
+  }
+  if (array.rank != 2 || (array.shape[1] > 1 && array.stride[1] != 1)) {
+    raise_invalid(
+        name,
+        "shape " + text(array.shape, array.rank) + ", strides " + text(array.stride, array.rank),
+        "[batch, seqlen_q], the words of a sequence side by side");
+  }
+  view = {.data = static_cast<const std::uint64_t*>(array.data),
+          .batch = array.shape[0],
+          .seqlen = array.shape[1],
+          .stride_batch = array.stride[0]};
+}
+
+Counts::Counts(const char* name, nb::handle object, const Place& place) {
+  if (object.is_none()) {
+    return;
+  }
+  array = Array(name, object, place, Array::Access::write);
+  const nb::dlpack::dtype given = array.dtype;
+  if (given.code != static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int) || given.bits != 32 ||
+      given.lanes != 1) {
+    raise_invalid(std::string(name) + ".dtype", dtype_text(given), "int32");
+  }
+  if (array.rank != 1 || (array.shape[0] > 1 && array.stride[0] != 1)) {
+    raise_invalid(
+        name,
+        "shape " + text(array.shape, array.rank) + ", strides " + text(array.stride, array.rank),
+        "[batch], contiguous");
+  }
+  view = {static_cast<std::int32_t*>(array.data), array.shape[0]};
 }
 
 std::int64_t Indices::longest(std::int64_t most) const {

@@ -96,4 +96,22 @@ struct Indices {
   std::int64_t longest(std::int64_t most) const;
 };
 
+/// Words of bits [batch, seqlen], int64 or uint64. None gives an empty view.
+struct Bits {
+  Array array;
+  BitsView view = {};
+
+  Bits() = default;
+  Bits(const char* name, nb::handle object, const Place& place);
+};
+
+/// A vector of int32 that a call writes. None gives an empty view.
+struct Counts {
+  Array array;
+  CountView view = {};
+
+  Counts() = default;
+  Counts(const char* name, nb::handle object, const Place& place);
+};
+
 }  // namespace rafter::python

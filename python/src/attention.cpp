@@ -157,6 +157,8 @@ void bind_attention(nb::module_& m) {
       nb::arg("max_seqlen_kv").none(), nb::arg("out").none(), nb::arg("stream").none());
   m.def("merge", &merge, nb::arg("states"), nb::arg("out").none(), nb::arg("packed").none(),
         nb::arg("stream").none());
+  m.def("append", &append, nb::arg("arrays"), nb::arg("rope"), nb::arg("out").none(),
+        nb::arg("stream").none());
   m.def("plan_sizes", &plan_sizes, nb::arg("sizes"), nb::arg("options"), nb::arg("device"),
         nb::arg("pass_"), nb::arg("device_spec").none());
   m.def(

@@ -10,6 +10,7 @@
 
 #include "errors.h"
 #include "plan_cache.h"
+#include "rafter/cache.h"
 #include "results.h"
 
 namespace rafter::python {
@@ -87,7 +88,7 @@ nb::object forward(const DevicePlan& planned, const Inputs& in, nb::handle out, 
   check_device(planned, in.place);
   const ResultArray o("out", out, in.place, in.o_shape().span(), in.q.dtype);
   std::optional<ResultArray> lse;
-  ForwardOutputs outputs{.o = o.tensor().view(in.packed())};
+  ForwardOutputs outputs{.o = o.tensor().view(in.packed()), .bad_pages = in.bad_pages.view};
   if (return_lse) {
     lse.emplace("lse", nb::none(), in.place, in.lse_shape().span(), DType::f32);
     outputs.lse = lse->tensor().lse(in.packed());
@@ -168,11 +169,12 @@ nb::object merge(const nb::sequence& states, nb::handle out, std::optional<bool>
   const ResultArray o("out.o", out_o, place, sizes_of(parts[0].first), parts[0].first.dtype);
   const ResultArray lse("out.lse", out_lse, place, sizes_of(parts[0].second), DType::f32);
   const AttentionState to{o.tensor().view(packed), lse.tensor().lse(packed)};
-  if (place.is_cuda()) {
-    raise(Status::unsupported("states", "arrays on " + text(place.device),
-                              "states in host memory (merging runs on the CPU)"));
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = rafter::merge(views, to, place.device, place.stream);
   }
-  raise(run(place, 0, [&](Workspace) { return rafter::merge(views, to); }));
+  raise(status);
   return out.is_none() ? nb::make_tuple(o.finish(place), lse.finish(place)) : nb::borrow(out);
 }
 

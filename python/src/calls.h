@@ -29,4 +29,9 @@ nb::object backward(const DevicePlan& planned, const Inputs& in, const nb::tuple
 nb::object merge(const nb::sequence& states, nb::handle out, std::optional<bool> packed,
                  nb::handle stream);
 
+/// `arrays` is (k, v, k_cache, v_cache, seqused, seqused_new, page_table, q, k_scale, v_scale,
+/// dropped), `rope` (cos, sin, interleaved); gives q turned, or None without q.
+nb::object append(const nb::tuple& arrays, const nb::tuple& rope, nb::handle out,
+                  nb::handle stream);
+
 }  // namespace rafter::python

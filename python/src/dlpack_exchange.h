@@ -39,7 +39,8 @@ struct ExchangeApi {
 
 /// That of an array's type; null where it has none of major version 1.
 inline const ExchangeApi* exchange_api_of(nb::handle array) {
-  const nb::object capsule = nb::getattr(array.type(), "__dlpack_c_exchange_api__", nb::handle());
+  static const nb::handle kName = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  const nb::object capsule = nb::getattr(array.type(), kName, nb::handle());
   if (!capsule.is_valid() || !PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
     return nullptr;
   }

@@ -125,7 +125,9 @@ Inputs::Inputs(const nb::tuple& arrays, nb::handle stream, bool decode_, bool gr
       cu_seqlens_q("cu_seqlens_q", arrays[3], 1, place),
       cu_seqlens_kv("cu_seqlens_kv", arrays[4], 1, place),
       seqused_kv(decode ? "seqused" : "seqused_kv", arrays[5], 1, place),
-      page_table("page_table", arrays[6], 2, place) {}
+      page_table("page_table", arrays[6], 2, place),
+      tree_mask("tree_mask", arrays[9], place),
+      bad_pages("bad_pages", arrays[10], place) {}
 
 void Inputs::raise_named(const Status& status) const {
   raise(decode ? with_names_of_decode(status) : status);
@@ -138,7 +140,8 @@ ForwardInputs Inputs::views() const {
                    .cu_seqlens_q = cu_seqlens_q.view,
                    .cu_seqlens_kv = cu_seqlens_kv.view,
                    .seqused_kv = seqused_kv.view,
-                   .page_table = page_table.view};
+                   .page_table = page_table.view,
+                   .tree_mask = tree_mask.view};
   if (!k_scale.name.empty()) {
     in.k_scale = k_scale.scale(in.k);
   }
@@ -174,7 +177,8 @@ AttentionProblem Inputs::problem(const MaxLengths& longest) const {
                            .head_dim = in.q.head_dim,
                            .head_dim_v = in.v.head_dim,
                            .dtype = in.q.dtype,
-                           .seqused_kv = !seqused_kv.view.empty()};
+                           .seqused_kv = !seqused_kv.view.empty(),
+                           .tree_mask = tree_mask.view.data != nullptr};
   if (bits_of(in.k.dtype) < 16) {
     problem.kv_dtype = in.k.dtype;
   }

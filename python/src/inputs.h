@@ -36,12 +36,14 @@ struct MaxLengths {
 };
 
 /// The arrays of one call, kept alive, as rafter/_attention.py passes them: (q, k, v, cu_seqlens_q,
-/// cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale).
+/// cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, tree_mask, bad_pages).
 struct Inputs {
   bool decode;  // names of rafter.decode in errors
   Place place;
   Tensor q, k, v, k_scale, v_scale;
   Indices cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+  Bits tree_mask;
+  Counts bad_pages;
 
   Inputs(const nb::tuple& arrays, nb::handle stream, bool decode, bool grad);
 

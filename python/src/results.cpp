@@ -117,12 +117,12 @@ nb::object ResultArray::finish(const Place& place) const {
     return array_;
   }
   if (place.is_cuda()) {  // whoever takes our memory knows no stream of ours
-    nb::gil_scoped_release released;
-    const Status done = synchronize(place.device, place.stream);
-    if (!done) {
-      nb::gil_scoped_acquire acquired;
-      raise(done);
+    Status done;
+    {
+      nb::gil_scoped_release released;
+      done = synchronize(place.device, place.stream);
     }
+    raise(done);
   }
   return nb::module_::import_("rafter._arrays").attr("adopted")(array_, place.array);
 }

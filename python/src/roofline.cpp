@@ -97,9 +97,12 @@ AttentionProblem problem_of_sizes(const nb::dict& sizes) {
       }
       continue;
     }
-    if (name == "seqused_kv") {
-      p.seqused_kv = nb::cast<bool>(value);
-      continue;
+    const std::pair<const char*, bool*> flags[] = {{"seqused_kv", &p.seqused_kv},
+                                                   {"tree_mask", &p.tree_mask}};
+    for (const auto& [field, to] : flags) {
+      if (name == field) {
+        *to = argument<bool>(field, value, "True or False");
+      }
     }
     for (const auto& [field, to] : fields) {
       if (name == field) {

@@ -112,6 +112,22 @@ def test_importing_needs_no_other_package():
     assert result.stdout.strip() == "[]", result.stderr
 
 
+def test_what_attention_does_not_need_is_imported_when_asked_for():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import rafter; "
+        "before = {m for m in sys.modules if m.startswith('rafter.')}; "
+        "missing = [n for n in rafter.__all__ if not hasattr(rafter, n)]; "
+        "print(sorted(before), 'dataclasses' in sys.modules, missing, set(rafter.__all__) <= "
+        "set(dir(rafter)))"
+    )
+    path = str(pathlib.Path(rafter.__file__).parents[1])
+    result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    expected = "['rafter._arrays', 'rafter._attention', 'rafter._core'] True [] True"
+    assert result.stdout.strip() == expected, result.stderr
+    with pytest.raises(AttributeError, match="no attribute 'abacus'"):
+        rafter.abacus
+
+
 def examples():
     """The Python of the documents; ```python notest``` is not run."""
     for name in ("README.md", "docs/python.md"):

@@ -7,7 +7,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ._ops import attend, refuse
+from ._ops import append_op, attend, refuse
 
 _WithLse = Union[Tensor, Tuple[Tensor, Tensor, None]]
 
@@ -115,20 +115,43 @@ def flash_attn_varlen_func(
     return (*result, None) if return_attn_probs else result
 
 
-def _append(cache: Tensor, new: Tensor, at: Tensor, block_table: Optional[Tensor]) -> None:
-    """Writes new [batch, n, heads, head_dim] behind the first `at` tokens of each sequence."""
-    tokens = at.long()[:, None] + torch.arange(new.shape[1], device=new.device)
-    if block_table is None:
-        rows = torch.arange(new.shape[0], device=new.device)[:, None]
-        cache[rows, tokens] = new.to(cache.dtype)
-    else:
-        page_size = cache.shape[1]
-        pages = block_table.long().gather(1, tokens // page_size)
-        cache[pages, tokens % page_size] = new.to(cache.dtype)
+def _append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: Tuple[Tensor, Tensor],
+    lengths: Tensor,
+    block_table: Optional[Tensor],
+    tables: Optional[Tuple[Tensor, Tensor]],
+    interleaved: bool,
+) -> Tensor:
+    """Appends k and v, turned where there are tables of rope; gives q, turned like them."""
+    _check_room(lengths, k, caches[0], block_table)
+    if tables is None:
+        append_op(k, v, *caches, lengths, block_table, k, None, None, interleaved)
+        return q
+    cos, sin = (x.float().contiguous() for x in tables)
+    return append_op(k, v, *caches, lengths, block_table, q, cos, sin, interleaved)
+
+
+def _check_rope(
+    q: Tensor, k: Optional[Tensor], cos: Optional[Tensor], sin: Optional[Tensor], masked: bool
+) -> None:
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos: given without rotary_sin (or the other); both or neither")
+    if cos is None:
+        return
+    if k is None:
+        raise ValueError("k: None given; new tokens allowed with rotary_cos")
+    if k.shape[1] != q.shape[1] or not (masked or q.shape[1] == 1):
+        raise NotImplementedError(
+            f"rotary_cos: {q.shape[1]} queries and {k.shape[1]} new tokens, causal={masked}, is not "
+            "supported: Rafter turns as many queries as new tokens, each by its own position"
+        )
 
 
 def _check_room(lengths: Tensor, new: Tensor, cache: Tensor, block_table: Optional[Tensor]) -> None:
-    """What is appended fits. On a GPU the lengths are not read: indexing there asserts it."""
+    """What is appended fits. On a GPU the lengths are not read: tokens beyond are not written."""
     if lengths.is_cuda or torch.compiler.is_compiling() or new.shape[0] == 0:
         return
     pages = 1 if block_table is None else block_table.shape[1]
@@ -170,31 +193,34 @@ def flash_attn_with_kvcache(
         k, v: [batch, seqlen_new, heads_kv, head_dim], appended behind cache_seqlens.
         cache_seqlens: [batch] lengths before k is appended, or one for all; None without k: all.
         block_table: [batch, pages per sequence] int32 or int64.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2]; k, and q where it is causal or one
+            query, are turned by their positions. Wants k, as many new tokens as queries.
+        rotary_interleaved: elements 2i and 2i + 1 turn together, else i and i + rotary_dim / 2.
         num_splits: parts of the keys; 0 chooses.
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes: refused by name.
+        cache_batch_idx, cache_leftpad, alibi_slopes: refused by name.
         return_softmax_lse: also return lse, float32 [batch, heads_q, seqlen_q].
     The rest is as in flash_attn_func.
 
     Returns: o [batch, seqlen_q, heads_q, head_dim_v], or (o, lse).
     """
-    del rotary_interleaved  # of rotary_cos, which is refused
     refuse(
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes,
     )
     if (k is None) != (v is None):
         raise ValueError("k: given without v (or v without k); both or neither allowed")
+    masked = causal or tuple(window_size) != (-1, -1)
+    _check_rope(q, k, rotary_cos, rotary_sin, masked)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is None and (k is not None or block_table is not None):
         raise ValueError("cache_seqlens: None given; lengths allowed with k or block_table")
     if k is not None and v is not None:
-        _check_room(cache_seqlens, k, k_cache, block_table)
-        _append(k_cache, k, cache_seqlens, block_table)
-        _append(v_cache, v, cache_seqlens, block_table)
+        tables = None if rotary_cos is None else (rotary_cos, rotary_sin)
+        q = _append(
+            q, k, v, (k_cache, v_cache), cache_seqlens, block_table, tables, rotary_interleaved
+        )
         cache_seqlens = cache_seqlens + k.shape[1]
     return attend(
         q, k_cache, v_cache, window=_window(causal, window_size), scale=softmax_scale,

@@ -51,7 +51,9 @@ def _forward(
     v_scale: Optional[Tensor],
     return_lse: bool,
 ) -> Any:
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale)
+    arrays = (
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
+    )  # fmt: skip
     options = _options(left, right, top_left, scale, softcap, splits)
     return _core.attend(
         arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, None, False, True, None
@@ -112,7 +114,7 @@ def backward_op(
     max_seqlen_kv: Optional[int],
     seqused_kv: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, None, None, None)
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
     options = _options(left, right, top_left, scale, softcap, 0)
     return _core.attend_backward(
         arrays, (o, lse, d_o, dlse), options, max_seqlen_q, max_seqlen_kv, None, None
@@ -158,6 +160,31 @@ def _backward(ctx, d_o: Optional[Tensor], dlse: Optional[Tensor]) -> List[Option
 
 
 attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("rafter::append", mutates_args=("k_cache", "v_cache"))
+def append_op(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqused: Tensor,
+    page_table: Optional[Tensor],
+    q: Tensor,
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    interleaved: bool,
+) -> Tensor:
+    """rafter.append of q turned; without tables q's copy."""
+    turned = None if cos is None else q
+    arrays = (k, v, k_cache, v_cache, seqused, None, page_table, turned, None, None, None)
+    out = _core.append(arrays, (cos, sin, interleaved), None, None)
+    return q.clone() if out is None else out
+
+
+@append_op.register_fake
+def _(k, v, k_cache, v_cache, seqused, page_table, q, *rope):
+    return q.new_empty(q.shape)
 
 
 def _is_direct(q: Tensor, k: Tensor, v: Tensor) -> bool:

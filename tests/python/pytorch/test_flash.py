@@ -121,6 +121,55 @@ def test_a_cache_is_appended_to_and_read(paged, lengths):
         torch.testing.assert_close(lse[b : b + 1], wanted[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_and_new_keys_are_turned_by_their_positions(interleaved):
+    q, new_k, new_v = tensors(seqlen_q=2, seqlen_kv=2)
+    lengths = torch.tensor([5, 9])
+    angles = torch.arange(16)[:, None] / 100 ** (torch.arange(8) / 8)[None]
+
+    def turned(x, b):  # 16 of 24 elements
+        at = slice(int(lengths[b]), int(lengths[b]) + 2)
+        cos, sin = angles.cos()[at, None], angles.sin()[at, None]
+        first, second = (x[..., 0:16:2], x[..., 1:16:2]) if interleaved else (
+            x[..., :8], x[..., 8:16])  # fmt: skip
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        head = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        return torch.cat([head, x[..., 16:]], -1)
+
+    caches = [torch.from_numpy(oracle.qkv(2, 1, 16, seed=3)[i]).clone() for i in (1, 2)]
+    before = [x.clone() for x in caches]
+    o = rt.flash_attn_with_kvcache(
+        q, *caches, new_k, new_v, angles.cos(), angles.sin(), cache_seqlens=lengths, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        before[0][b, n : n + 2] = turned(new_k[b], b)
+        before[1][b, n : n + 2] = new_v[b]
+        for cache, wanted in zip(caches, before):
+            torch.testing.assert_close(cache[b], wanted[b], atol=1e-6, rtol=0)
+        wanted = rt.flash_attn_func(
+            turned(q[b], b)[None], *(x[b : b + 1, : n + 2] for x in before), causal=True
+        )
+        torch.testing.assert_close(o[b : b + 1], wanted, atol=2e-6, rtol=0)
+
+
+def test_appending_keeps_the_rules_of_torch_compile():
+    q, new_k, new_v = tensors(seqlen_q=2, seqlen_kv=2)
+    lengths = torch.tensor([5, 9])
+
+    def step(cache_k, cache_v):
+        return rt.flash_attn_with_kvcache(
+            q, cache_k, cache_v, new_k, new_v, cache_seqlens=lengths, causal=True
+        )
+
+    eager = [torch.zeros(2, 16, 2, 24) for _ in range(2)]
+    compiled = [x.clone() for x in eager]
+    whole = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(step(*eager), whole(*compiled))
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+    assert eager[0][1, 9].abs().sum() > 0
+
+
 def test_parts_of_the_keys_are_honoured():
     q, k, v = tensors(seqlen_q=1, seqlen_kv=64)
     whole = rt.flash_attn_with_kvcache(q, k, v)
@@ -155,9 +204,26 @@ CU = torch.tensor([0, 19])
                 NotImplementedError,
                 f"{name}: a tensor",
             )
-            for name in ("rotary_cos", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
+            for name in ("cache_batch_idx", "cache_leftpad", "alibi_slopes")
         ],
         (lambda: rt.flash_attn_with_kvcache(Q, K, V, K), ValueError, "k: given without v"),
+        (
+            lambda: rt.flash_attn_with_kvcache(Q, K, V, rotary_cos=ONES),
+            ValueError,
+            "rotary_cos: given without rotary_sin",
+        ),
+        (
+            lambda: rt.flash_attn_with_kvcache(Q, K, V, rotary_cos=ONES, rotary_sin=ONES),
+            ValueError,
+            "k: None given; new tokens",
+        ),
+        (
+            lambda: rt.flash_attn_with_kvcache(
+                Q, K, V, K[:, :2], V[:, :2], rotary_cos=ONES, rotary_sin=ONES, cache_seqlens=3
+            ),
+            NotImplementedError,
+            "rotary_cos: 19 queries and 2 new tokens",
+        ),
         (
             lambda: rt.flash_attn_with_kvcache(Q, K, V, K, V),
             ValueError,
@@ -176,7 +242,7 @@ CU = torch.tensor([0, 19])
             "page_table: a tensor is not supported where q",
         ),
     ],
-    ids=range(11),
+    ids=range(13),
 )  # fmt: skip
 def test_what_they_have_not_is_refused_by_name(call, kind, message):
     with pytest.raises(kind, match="^" + message):
