@@ -251,6 +251,51 @@ typedef struct rafter_state {
  * sum exp(lse_i - lse) o_i. An empty state (lse = -infinity) with X is X to the bit. `out` may be
  * one of the states. Runs on the CPU. */
 rafter_status rafter_merge(const rafter_state* states, size_t count, const rafter_state* out);
+/* The same where the states lie: on RAFTER_CUDA their pointers are device memory, at most 256
+ * states are merged, and the work is queued on `stream`; on RAFTER_CPU stream is null. */
+rafter_status rafter_merge_on(rafter_device device, int32_t device_index, void* stream,
+                              const rafter_state* states, size_t count, const rafter_state* out);
+
+/* ---- caches */
+
+typedef int32_t rafter_rope_pairs;
+enum {
+  RAFTER_ROPE_HALF_SPLIT = 0, /* elements i and i + rotary_dim / 2 (GPT-NeoX, Llama) */
+  RAFTER_ROPE_INTERLEAVED = 1 /* elements 2i and 2i + 1 (GPT-J) */
+};
+
+typedef struct rafter_append_args {
+  size_t size; /* sizeof(rafter_append_args) */
+  rafter_device device;
+  int32_t device_index;
+  void* stream;               /* CUDA: a cudaStream_t, null for the default stream; CPU: null */
+  rafter_tensor k;            /* [batch, seqlen, heads_kv, head_dim]: f32, f16 or bf16 */
+  rafter_tensor v;            /* [batch, seqlen, heads_kv, head_dim_v] of the same dtype */
+  rafter_indices seqused_kv;  /* [batch]: lengths before; row i belongs behind them and i more */
+  rafter_indices seqused_new; /* [batch]: how many of the rows are there; not given: all */
+  rafter_indices page_table;  /* [batch, pages per sequence]; not given: a dense cache */
+  rafter_tensor k_cache;      /* [batch, capacity, ..] or [pages, page_size, ..]: of the dtype of */
+  rafter_tensor v_cache;      /* k, or RAFTER_INT8, or RAFTER_E4M3 */
+  rafter_tensor k_scale_given; /* 8-bit caches: f32 factors [1, 1, heads_kv, 1] to divide by */
+  rafter_tensor v_scale_given; /* .. or not given */
+  rafter_tensor k_scale;       /* 8-bit caches: f32 factors to compute, one for each row of the */
+  rafter_tensor v_scale;       /* cache, in its layout with a head_dim of 1; or not given */
+  const float* rope_cos; /* tables [rope_positions, rotary_dim / 2] of the angles that k, and */
+  const float* rope_sin; /* q where it is given, are turned by; not given: no rotation */
+  int64_t rope_positions;
+  int64_t rotary_dim; /* even, up to head_dim; 0: no rotation */
+  rafter_rope_pairs rope_pairs;
+  int32_t reserved; /* 0 */
+  rafter_tensor q; /* [batch, seqlen, heads_q, head_dim] to turn in the same launch; or not given */
+  rafter_tensor q_out;   /* of q's shape and dtype, may be q; given with q */
+  rafter_counts dropped; /* [batch]: how many new tokens were not written; may be null */
+} rafter_append_args;
+
+/* Writes the rows of new tokens into a cache, turned and quantised as asked. A token is not
+ * written, and counted in `dropped`, when its position is beyond the capacity or the tables of the
+ * rotation, or its page is not one of the cache. Allocates nothing and synchronises nothing.
+ * Errors: invalid argument names what does not fit; nothing is written then. */
+rafter_status rafter_append(const rafter_append_args* args);
 
 /* ---- what it costs and which wall it meets */
 

@@ -146,9 +146,7 @@ Status forward(const rafter_plan* plan, const rafter_forward_args* args) {
   }
   ForwardInputs in;
   in.tree_mask = {a.tree_mask.data, a.tree_mask.rows, a.tree_mask.cols, a.tree_mask.row_stride};
-  ForwardOutputs out{.o = {},
-                     .lse = to_lse(a.lse),
-                     .bad_pages = {.data = a.bad_pages.data, .size = a.bad_pages.count}};
+  ForwardOutputs out{.o = {}, .lse = to_lse(a.lse), .bad_pages = to_counts(a.bad_pages)};
   for (const Status& s :
        {to_tensors({{"q", a.q, in.q}, {"k", a.k, in.k}, {"v", a.v, in.v}, {"o", a.o, out.o}}),
         to_optional_tensors(
@@ -199,7 +197,44 @@ Status to_state(const std::string& name, const rafter_state& given, AttentionSta
   return to_tensor((name + ".o").c_str(), given.o, out.o);
 }
 
-Status merge(const rafter_state* states, std::size_t count, const rafter_state* out) {
+Status append(const rafter_append_args* args) {
+  rafter_append_args a{};
+  if (Status s = read_sized(args, "args", kAppendSize, a); !s) {
+    return s;
+  }
+  Device device;
+  AppendInputs in;
+  in.rope = {.cos = a.rope_cos,
+             .sin = a.rope_sin,
+             .max_position = a.rope_positions,
+             .rotary_dim = a.rotary_dim};
+  AppendOutputs out;
+  out.dropped = to_counts(a.dropped);
+  for (const Status& s :
+       {to_device(a.device, a.device_index, device), reserved("args.reserved", a.reserved),
+        to_rope_pairs(a.rope_pairs, in.rope.pairs),
+        to_tensors({{"k", a.k, in.k},
+                    {"v", a.v, in.v},
+                    {"k_cache", a.k_cache, out.k_cache},
+                    {"v_cache", a.v_cache, out.v_cache}}),
+        to_optional_tensors({{"k_scale_given", a.k_scale_given, in.k_scale},
+                             {"v_scale_given", a.v_scale_given, in.v_scale},
+                             {"k_scale", a.k_scale, out.k_scale},
+                             {"v_scale", a.v_scale, out.v_scale},
+                             {"q", a.q, in.q},
+                             {"q_out", a.q_out, out.q}}),
+        to_rows({{"seqused_kv", a.seqused_kv, in.seqused_kv},
+                 {"seqused_new", a.seqused_new, in.seqused_new}}),
+        to_indices("page_table", a.page_table, true, in.page_table)}) {
+    if (!s) {
+      return s;
+    }
+  }
+  return rafter::append(in, out, device, {a.stream});
+}
+
+Status merge(const Device& device, void* stream, const rafter_state* states, std::size_t count,
+             const rafter_state* out) {
   if (out == nullptr || (states == nullptr && count > 0)) {
     return null_argument(out == nullptr ? "out" : "states");
   }
@@ -213,7 +248,7 @@ Status merge(const rafter_state* states, std::size_t count, const rafter_state* 
       return s;
     }
   }
-  return rafter::merge(parts, merged);
+  return rafter::merge(parts, merged, device, {stream});
 }
 
 Status write_cost(const Cost& cost, const Prediction& prediction, rafter_cost* out) {
@@ -317,7 +352,20 @@ rafter_status rafter_backward(const rafter_plan* plan, const rafter_backward_arg
 }
 
 rafter_status rafter_merge(const rafter_state* states, size_t count, const rafter_state* out) {
-  return rafter::c_abi::guarded([&] { return rafter::c_abi::merge(states, count, out); });
+  return rafter_merge_on(RAFTER_CPU, 0, nullptr, states, count, out);
+}
+
+rafter_status rafter_merge_on(rafter_device device, int32_t device_index, void* stream,
+                              const rafter_state* states, size_t count, const rafter_state* out) {
+  return rafter::c_abi::guarded([&] {
+    rafter::Device where;
+    rafter::Status known = rafter::c_abi::to_device(device, device_index, where);
+    return known ? rafter::c_abi::merge(where, stream, states, count, out) : known;
+  });
+}
+
+rafter_status rafter_append(const rafter_append_args* args) {
+  return rafter::c_abi::guarded([&] { return rafter::c_abi::append(args); });
 }
 
 rafter_status rafter_plan_cost(const rafter_plan* plan, rafter_cost* cost) {

@@ -49,6 +49,10 @@ constexpr Constant<Pass> kPasses[] = {
     {RAFTER_PASS_FORWARD, Pass::forward, "RAFTER_PASS_FORWARD"},
     {RAFTER_PASS_BACKWARD, Pass::backward, "RAFTER_PASS_BACKWARD"},
 };
+constexpr Constant<Rope::Pairs> kRopePairs[] = {
+    {RAFTER_ROPE_HALF_SPLIT, Rope::Pairs::half_split, "RAFTER_ROPE_HALF_SPLIT"},
+    {RAFTER_ROPE_INTERLEAVED, Rope::Pairs::interleaved, "RAFTER_ROPE_INTERLEAVED"},
+};
 enum class MaskKind : std::uint8_t { none, causal, window };
 constexpr Constant<MaskKind> kMasks[] = {
     {RAFTER_MASK_NONE, MaskKind::none, "RAFTER_MASK_NONE"},
@@ -73,10 +77,6 @@ Status look_up(std::string_view name, std::int32_t value, const Constant<T> (&co
 Status flag(const char* name, std::int32_t value) {
   return value == 0 || value == 1 ? Status::ok()
                                   : Status::invalid_argument(name, text(value), "0 or 1");
-}
-
-Status reserved(const char* name, std::int32_t value) {
-  return value == 0 ? Status::ok() : Status::invalid_argument(name, text(value), "0");
 }
 
 Status to_kv_dtype(rafter_dtype given, std::optional<DType>& out) {
@@ -108,6 +108,23 @@ Status to_mask(const rafter_problem& given, Mask& out) {
 }
 
 }  // namespace
+
+Status reserved(const char* name, std::int32_t value) {
+  return value == 0 ? Status::ok() : Status::invalid_argument(name, text(value), "0");
+}
+
+Status to_device(rafter_device given, std::int32_t index, Device& out) {
+  out.index = index;
+  return look_up("device", given, kDevices, out.kind);
+}
+
+Status to_rope_pairs(rafter_rope_pairs given, Rope::Pairs& out) {
+  return look_up("rope_pairs", given, kRopePairs, out);
+}
+
+CountView to_counts(const rafter_counts& given) {
+  return {.data = given.data, .size = given.count};
+}
 
 Status to_problem(const rafter_problem& given, AttentionProblem& out) {
   out.batch = given.batch;
@@ -147,11 +164,10 @@ Status to_pipeline(rafter_pipeline given, std::optional<Pipeline>& out) {
 }
 
 Status to_options(const rafter_plan_options& given, Device& device, PlanOptions& out) {
-  device.index = given.device_index;
   out.threads = given.threads;
   out.splits = given.splits;
   out.kernel = given.kernel == nullptr ? "" : given.kernel;
-  for (const Status& s : {look_up("device", given.device, kDevices, device.kind),
+  for (const Status& s : {to_device(given.device, given.device_index, device),
                           look_up("pass", given.pass, kPasses, out.pass),
                           reserved("options.reserved", given.reserved)}) {
     if (!s) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "rafter/attention.h"
+#include "rafter/cache.h"
 #include "rafter/rafter.h"
 
 namespace rafter::c_abi {
@@ -43,10 +44,16 @@ inline constexpr std::size_t kProblemSize = RAFTER_SIZE_UP_TO(rafter_problem, nu
 inline constexpr std::size_t kOptionsSize = RAFTER_SIZE_UP_TO(rafter_plan_options, device_spec);
 inline constexpr std::size_t kForwardSize = RAFTER_SIZE_UP_TO(rafter_forward_args, stream);
 inline constexpr std::size_t kBackwardSize = RAFTER_SIZE_UP_TO(rafter_backward_args, stream);
+inline constexpr std::size_t kAppendSize = RAFTER_SIZE_UP_TO(rafter_append_args, dropped);
 inline constexpr std::size_t kCostSize = RAFTER_SIZE_UP_TO(rafter_cost, near_ridge);
 #undef RAFTER_SIZE_UP_TO
 
 Status to_problem(const rafter_problem& given, AttentionProblem& out);
+Status to_device(rafter_device given, std::int32_t index, Device& out);
+Status to_rope_pairs(rafter_rope_pairs given, Rope::Pairs& out);
+/// `reserved` of a struct must be 0.
+Status reserved(const char* name, std::int32_t value);
+CountView to_counts(const rafter_counts& given);
 /// Takes RAFTER_PIPELINE_ANY to mean none.
 Status to_pipeline(rafter_pipeline given, std::optional<Pipeline>& out);
 /// `device_spec` is left to the caller.
