@@ -119,6 +119,16 @@ def _handle(stream: Any) -> int:
     )
 
 
+class _External:
+    """A stream by its handle, as CUDA's protocol for Python has it."""
+
+    def __init__(self, handle: int):
+        self._handle = handle
+
+    def __cuda_stream__(self) -> Tuple[int, int]:
+        return 0, self._handle
+
+
 @contextmanager
 def on_stream(like: Any, stream: Any) -> Iterator[int]:
     """Makes `stream` the current one of the library of `like`, so that memory which it allocates
@@ -133,7 +143,14 @@ def on_stream(like: Any, stream: Any) -> Iterator[int]:
             yield handle
     elif library == "cupy":
         cuda = sys.modules["cupy"].cuda
-        with like.device, cuda.ExternalStream(handle, like.device.id):
-            yield handle
+        from_external = getattr(cuda.Stream, "from_external", None)  # CuPy 14 on
+        with like.device:
+            of_cupy = (
+                cuda.ExternalStream(handle, like.device.id)
+                if from_external is None
+                else from_external(_External(handle))
+            )
+            with of_cupy:
+                yield handle
     else:
         yield handle

@@ -109,7 +109,8 @@ ResultArray::ResultArray(const char* name, nb::handle out, const Place& place,
       adopt_ = true;
     }
   }
-  tensor_ = Tensor(name, array_, place, Array::Access::write);
+  // What was made here can be written: no need to ask, which takes longer.
+  tensor_ = Tensor(name, array_, place, out.is_none() ? Array::Access::read : Array::Access::write);
 }
 
 nb::object ResultArray::finish(const Place& place) const {

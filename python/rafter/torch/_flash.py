@@ -46,7 +46,8 @@ def flash_attn_func(
     Returns: o [batch, seqlen_q, heads_q, head_dim_v], or (o, lse, None).
     """
     del deterministic  # always
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    if dropout_p or alibi_slopes is not None:
+        refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     result = attend(
         q, k, v, window=_window(causal, window_size), scale=softmax_scale, softcap=softcap,
         return_lse=return_attn_probs,

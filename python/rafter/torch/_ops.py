@@ -18,17 +18,14 @@ _transforms = getattr(
 )
 
 
-def _window(left: int, right: int) -> Optional[Tuple[int, int]]:
-    return None if left < 0 and right < 0 else (left, right)
-
-
 def _options(
     left: int, right: int, top_left: bool, scale: Optional[float], softcap: float, splits: int
 ) -> Tuple[Any, ...]:
     """As _core takes them. A causal mask is the window (-1, 0)."""
-    window = _window(left, right)
-    align = "top-left" if top_left and window is not None else None
-    return (False, window, align, scale, softcap, None, None, 0, splits)
+    if left < 0 and right < 0:
+        return (False, None, None, scale, softcap, None, None, 0, splits)
+    align = "top-left" if top_left else None
+    return (False, (left, right), align, scale, softcap, None, None, 0, splits)
 
 
 def _forward(
@@ -189,12 +186,12 @@ def _(k, v, k_cache, v_cache, seqused, page_table, q, *rope):
 
 def _is_direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nobody but the kernel has to see this call: no compiler, no gradients, no mode."""
+    if torch.compiler.is_compiling():
+        return False
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return False
     return (
-        not torch.compiler.is_compiling()
-        and not (
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        )
-        and type(q) in _PLAIN
+        type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and _dispatch_modes() == 0
@@ -234,17 +231,20 @@ def attend(
 ) -> Any:
     """rafter.attention in [batch, seqlen, heads, head_dim] or packed, with gradients: o, or
     (o, lse). A head_dim that is not contiguous is copied; any other stride is taken as it is."""
-    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
     if getattr(forward_ad, "_current_level", -1) >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     left, right = window
-    arguments = (
+    if _is_direct(q, k, v):
+        return _forward(
+            q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
+            max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale, return_lse,
+        )  # fmt: skip
+    o, lse = attention_op(
         q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
         max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
     )  # fmt: skip
-    if _is_direct(q, k, v):
-        return _forward(*arguments, return_lse)
-    o, lse = attention_op(*arguments)
     return (o, lse) if return_lse else o
 
 

@@ -10,11 +10,14 @@ from torch import Tensor
 from ._ops import attend, refuse
 
 
-def _four_dims(x: Tensor) -> Tensor:
+def _four_dims(name: str, x: Tensor, leading: torch.Size) -> Tensor:
     """[..., heads, seqlen, head_dim] as [batch, heads, seqlen, head_dim]."""
-    if x.dim() > 4:
-        return x.flatten(0, -4)
-    return x[(None,) * (4 - x.dim())]
+    if x.dim() < 2 or x.shape[:-3] != leading:
+        raise ValueError(
+            f"{name}: shape {tuple(x.shape)} given; [..., heads, seqlen, head_dim] with the "
+            f"leading dims {tuple(leading)} of query allowed"
+        )
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 def scaled_dot_product_attention(
@@ -48,19 +51,16 @@ def scaled_dot_product_attention(
     Raises: NotImplementedError for what is refused by name or what no kernel here does; ValueError
     names the argument whose shape does not fit.
     """
-    refuse(attn_mask=attn_mask, dropout_p=dropout_p)
-    given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
-        if x.dim() < 2 or x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name}: shape {tuple(x.shape)} given; [..., heads, seqlen, head_dim] with the "
-                f"leading dims {tuple(query.shape[:-3])} of query allowed"
-            )
+    if attn_mask is not None or dropout_p:
+        refuse(attn_mask=attn_mask, dropout_p=dropout_p)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    leading = query.shape[:-2]
-    query, key, value = (_four_dims(x) for x in (query, key, value))
+    given = query.shape
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        query = _four_dims("query", query, given[:-3])
+        key = _four_dims("key", key, given[:-3])
+        value = _four_dims("value", value, given[:-3])
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"key: {key.shape[1]} heads given; {query.shape[1]} allowed without enable_gqa"
@@ -73,4 +73,4 @@ def scaled_dot_product_attention(
         top_left=True,
         scale=scale,
     ).transpose(1, 2)
-    return o if len(leading) == 2 else o.reshape(*leading, *o.shape[2:])
+    return o if len(given) == 4 else o.reshape(*given[:-2], *o.shape[2:])
