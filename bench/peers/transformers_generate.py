@@ -108,8 +108,8 @@ def main():
                     "transformers": transformers.__version__, "attention": name,
                     "layers": arguments.layers, "batch": arguments.batch, "prompt": prompt,
                     "new": arguments.new, "prompt_s": first, "logits_error": error[name],
-                    "tokens_per_s": arguments.batch * arguments.new / (whole - first),
-                    "prompt_tokens_per_s": arguments.batch * prompt / first,
+                    "tokens_per_s": round(arguments.batch * arguments.new / (whole - first), 1),
+                    "prompt_tokens_per_s": round(arguments.batch * prompt / first),
                 }  # fmt: skip
                 print(
                     f"{name:7} batch {arguments.batch}, prompt {prompt}: "

@@ -64,6 +64,15 @@ Device device_of(const std::string& name, nb::dlpack::device given) {
                 "an array (DLPack or a buffer) of a dtype that they can name");
 }
 
+/// A library refused to export one of its arrays, with a Python error set.
+[[noreturn]] void raise_not_exported(const std::string& name) {
+  nb::python_error error;
+  raise_invalid(name,
+                "an array that its library does not export (" +
+                    nb::cast<std::string>(nb::str(error.value())) + ")",
+                "an array in host memory or on a CUDA device");
+}
+
 /// The module of the package that knows the libraries of arrays.
 nb::handle libraries() {
   static const nb::handle kModule = nb::module_::import_("rafter._arrays").release();
@@ -128,14 +137,14 @@ void Array::read(const std::string& name, nb::handle object, const Place& place,
   if (access == Access::read && api->borrowed_of != nullptr) {
     nb::dlpack::dltensor tensor;
     if (api->borrowed_of(object.ptr(), &tensor) != 0) {
-      throw nb::python_error();
+      raise_not_exported(name);
     }
     take(name, tensor);
     return;
   }
   ManagedTensor* managed = nullptr;
   if (api->managed_of(object.ptr(), &managed) != 0) {
-    throw nb::python_error();
+    raise_not_exported(name);
   }
   managed_.reset(managed);
   if (access == Access::write && (managed->flags & kDlpackReadOnly) != 0) {

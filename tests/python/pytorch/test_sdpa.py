@@ -162,6 +162,7 @@ QUERY, KEY, VALUE = tensors()
         ({"key": KEY[0]}, ValueError, r"key: shape \(2, 33, 24\)"),
         ({"value": VALUE.double()}, ValueError, "v.dtype: float64"),
         ({"value": VALUE.half()}, ValueError, "v.dtype: f16"),
+        ({"value": VALUE.to("meta")}, ValueError, "v: an array"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
