@@ -31,6 +31,7 @@ enum class Expect : std::uint8_t {
   values_bf16,  // the same, and 16-bit words are bfloat16
   cache,        // the values of a KV cache, or int8
   cache_bf16,   // the same, and 16-bit words are bfloat16
+  cache_e4m3,   // the values of a KV cache, and bytes are e4m3
   indices,      // int32, int64
 };
 

@@ -80,6 +80,11 @@ void store(std::byte* to, DType dtype, float value, float scale = 1) {
     std::memcpy(to, &whole, sizeof whole);
     return;
   }
+  if (dtype == DType::e4m3) {
+    const std::uint8_t bits = f32_to_e4m3(value / scale);
+    std::memcpy(to, &bits, sizeof bits);
+    return;
+  }
   if (dtype == DType::f32) {
     std::memcpy(to, &value, sizeof value);
     return;
@@ -232,10 +237,40 @@ void each(std::int64_t count, bool backwards, Visit visit) {
   }
 }
 
+/// The new tokens that query `row` sees where the case has a tree: itself and every third before.
+std::uint64_t tree_word(std::int64_t row) {
+  std::uint64_t word = 0;
+  for (std::int64_t j = row; j >= 0; j -= 3) {
+    word |= std::uint64_t{1} << j;
+  }
+  return word;
+}
+
+/// What a row sees: keys of a range, of those from `first_new` on the ones whose bit is set.
+struct Seen {
+  KeyRange keys;
+  std::int64_t first_new = std::numeric_limits<std::int64_t>::max();
+  std::uint64_t word = 0;
+
+  bool operator()(std::int64_t key) const {
+    return key < first_new || (word >> (key - first_new) & 1) != 0;
+  }
+};
+Seen seen_of(const AttentionProblem& p, std::int64_t row, std::int64_t seqlen_q,
+             std::int64_t seqlen_kv) {
+  Seen seen{.keys = visible_keys(p.mask, row, seqlen_q, seqlen_kv)};
+  if (p.tree_mask) {
+    seen.first_new = seqlen_kv - seqlen_q;
+    seen.word = tree_word(row);
+  }
+  return seen;
+}
+
 /// One row by the unfused pipeline: scores and probabilities rounded to the dtype, sums in f32.
 float three_steps(const AttentionProblem& p, const CaseValues& values, Order order,
-                  std::int64_t q_row, std::int64_t k_row0, std::int64_t head, KeyRange keys,
+                  std::int64_t q_row, std::int64_t k_row0, std::int64_t head, const Seen& seen,
                   std::vector<float>& o) {
+  const KeyRange keys = seen.keys;
   const std::int64_t head_kv = head / (p.heads_q / p.heads_kv);
   const float scale = p.softmax_scale.value_or(1.0F / std::sqrt(static_cast<float>(p.head_dim)));
   const auto k_at = [&](std::int64_t j) { return (k_row0 + j) * p.heads_kv + head_kv; };
@@ -252,6 +287,7 @@ float three_steps(const AttentionProblem& p, const CaseValues& values, Order ord
     if (p.softcap > 0) {
       score = p.softcap * std::tanh(score / p.softcap);
     }
+    score = seen(keys.first + j) ? score : -std::numeric_limits<float>::infinity();
     weights[at(j)] = score;
     maximum = std::max(maximum, score);
   }
@@ -283,15 +319,33 @@ CaseOutput three_steps(const AttentionCase& c, const AttentionProblem& p, const 
   std::int64_t k_row = 0;
   for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
     for (std::int64_t row = 0; row < c.lengths_q[b]; ++row, ++q_row) {
-      const KeyRange keys = visible_keys(p.mask, row, c.lengths_q[b], c.lengths_kv[b]);
+      const Seen seen = seen_of(p, row, c.lengths_q[b], c.lengths_kv[b]);
       for (std::int64_t head = 0; head < p.heads_q; ++head) {
-        output.lse.push_back(three_steps(p, values, order, q_row, k_row, head, keys, row_o));
+        output.lse.push_back(three_steps(p, values, order, q_row, k_row, head, seen, row_o));
         output.o.insert(output.o.end(), row_o.begin(), row_o.end());
       }
     }
     k_row += c.lengths_kv[b];
   }
   return output;
+}
+
+/// [batch, seqlen_q] of a problem with a tree; else none.
+std::vector<std::uint64_t> tree_words(const AttentionProblem& p) {
+  std::vector<std::uint64_t> words;
+  for (std::int64_t i = 0; p.tree_mask && i < p.batch * p.seqlen_q; ++i) {
+    words.push_back(tree_word(i % p.seqlen_q));
+  }
+  return words;
+}
+BitsView view_of_words(const AttentionProblem& p, const void* words) {
+  return p.tree_mask
+             ? BitsView::contiguous(static_cast<const std::uint64_t*>(words), p.batch, p.seqlen_q)
+             : BitsView{};
+}
+
+bool has_scales(const AttentionProblem& p) {
+  return p.kv_dtype == DType::int8 || p.kv_dtype == DType::e4m3;
 }
 
 /// forward_reference on one sequence at a time, in the plainest layout. f32 holds the values of
@@ -322,6 +376,7 @@ Result<CaseOutput> reference_of(const AttentionCase& c, const AttentionProblem& 
                                     dim);
     };
     std::vector<float> lse(at(p.heads_q * p.seqlen_q));
+    const std::vector<std::uint64_t> words = tree_words(p);
     const Result<Array> workspace =
         allocate_array(DType::int8, {planned->workspace_bytes()}, "workspace");
     if (!workspace) {
@@ -330,7 +385,8 @@ Result<CaseOutput> reference_of(const AttentionCase& c, const AttentionProblem& 
     const Status done =
         planned->forward({.q = view(values.q, q_row, p.seqlen_q, p.heads_q, p.head_dim),
                           .k = view(values.k, k_row, p.seqlen_kv, p.heads_kv, p.head_dim),
-                          .v = view(values.v, k_row, p.seqlen_kv, p.heads_kv, p.head_dim_v)},
+                          .v = view(values.v, k_row, p.seqlen_kv, p.heads_kv, p.head_dim_v),
+                          .tree_mask = view_of_words(p, words.data())},
                          {.o = view(output.o, q_row, p.seqlen_q, p.heads_q, p.head_dim_v),
                           .lse = LseView::contiguous(lse.data(), 1, p.heads_q, p.seqlen_q)},
                          {workspace->data.get(), planned->workspace_bytes()});
@@ -451,14 +507,18 @@ CaseValues make_values(const AttentionCase& c, DType dtype) {
   } else if (c.fill == Fill::nan_row) {
     values.q[at(rows_q / 2 * p.heads_q * p.head_dim)] = std::numeric_limits<float>::quiet_NaN();
   }
-  if (p.kv_dtype == DType::int8) {
-    const auto quantise = [](std::vector<float>& rows, std::int64_t dim) {
+  if (has_scales(p)) {
+    const bool int8 = p.kv_dtype == DType::int8;
+    const auto quantise = [int8](std::vector<float>& rows, std::int64_t dim) {
       std::vector<float> scales;
       for (std::size_t first = 0; first < rows.size(); first += at(dim)) {
         const std::span<float> row(rows.data() + first, at(dim));
-        scales.push_back(int8_scale(row));
+        // The largest becomes 126.5 of int8's factors, and 405 of e4m3's: its end is 448.
+        scales.push_back(int8_scale(row) * (int8 ? 1.0F : 0.3125F));
+        const float scale = scales.back();
         for (float& value : row) {
-          value = scales.back() * static_cast<float>(to_int8(value, scales.back()));
+          value = scale * (int8 ? static_cast<float>(to_int8(value, scale))
+                                : e4m3_to_f32(f32_to_e4m3(value / scale)));
         }
       }
       return scales;
@@ -537,7 +597,7 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
   each_element(c.lengths_kv, p.heads_kv, p.head_dim, key, write_rows(k, values.k, values.k_scale));
   each_element(c.lengths_kv, p.heads_kv, p.head_dim_v, key,
                write_rows(v, values.v, values.v_scale));
-  if (kv == DType::int8) {
+  if (has_scales(p)) {
     each_element(c.lengths_kv, p.heads_kv, 1, key, write(k_scale, values.k_scale));
     each_element(c.lengths_kv, p.heads_kv, 1, key, write(v_scale, values.v_scale));
   }
@@ -555,15 +615,19 @@ Result<CaseOutput> run_case(const AttentionCase& c, DType dtype, const CaseValue
   }
   std::memset(room->data.get(), run.poison, at(planned->workspace_bytes()));
   TensorView l = stage.view(lse);
-  const ForwardInputs in{.q = stage.view(q),
-                         .k = stage.view(k),
-                         .v = stage.view(v),
-                         .cu_seqlens_q = indices(packed, map.start_q, 0),
-                         .cu_seqlens_kv = indices(packed, map.start_kv, 0),
-                         .seqused_kv = indices(p.seqused_kv, c.lengths_kv, 0),
-                         .page_table = indices(paged, map.pages, map.columns),
-                         .k_scale = kv == DType::int8 ? stage.view(k_scale) : TensorView{},
-                         .v_scale = kv == DType::int8 ? stage.view(v_scale) : TensorView{}};
+  const std::vector<std::uint64_t> words = tree_words(p);
+  const ForwardInputs in{
+      .q = stage.view(q),
+      .k = stage.view(k),
+      .v = stage.view(v),
+      .cu_seqlens_q = indices(packed, map.start_q, 0),
+      .cu_seqlens_kv = indices(packed, map.start_kv, 0),
+      .seqused_kv = indices(p.seqused_kv, c.lengths_kv, 0),
+      .page_table = indices(paged, map.pages, map.columns),
+      .k_scale = has_scales(p) ? stage.view(k_scale) : TensorView{},
+      .v_scale = has_scales(p) ? stage.view(v_scale) : TensorView{},
+      .tree_mask =
+          view_of_words(p, words.empty() ? nullptr : stage.lend(words.data(), words.size() * 8))};
   const ForwardOutputs out{.o = stage.view(o),
                            .lse = {static_cast<float*>(l.data), l.batch, l.heads, l.seqlen,
                                    l.stride_batch, l.stride_heads, l.stride_seqlen}};

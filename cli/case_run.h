@@ -14,7 +14,7 @@ namespace rafter::cli {
 /// q [Σ seqlen_q, heads_q, head_dim], k, v likewise.
 struct CaseValues {
   std::vector<float> q, k, v;
-  // kv_dtype int8: what the rows of k and v are whole multiples of, [Σ seqlen_kv, heads_kv].
+  // kv_dtype int8 or e4m3: what the rows of k and v are multiples of, [Σ seqlen_kv, heads_kv].
   std::vector<float> k_scale = {}, v_scale = {};
 };
 CaseValues make_values(const AttentionCase& c, DType dtype);

@@ -167,6 +167,17 @@ void add_decode(std::vector<AttentionCase>& cases) {
   cases.push_back(cache("decode_int8", 1, 1100, heads, {}, DType::int8));
   cases.push_back(cache("decode_int8_head_dim_40", 4, 70, {.q = 3, .kv = 1, .dim = 40},
                         Mask::causal(), DType::int8));
+  cases.push_back(cache("decode_e4m3", 1, 1100, heads, {}, DType::e4m3));
+  cases.push_back(cache("decode_e4m3_head_dim_72", 4, 70, {.q = 5, .kv = 1, .dim = 72},
+                        Mask::causal(), DType::e4m3));
+  cases.push_back(with(one("decode_tree", 7, 600, heads),
+                       [](AttentionCase& c) { c.problem.tree_mask = true; }));
+  cases.push_back(with(cache("decode_tree_e4m3_paged_16", 16, 70, heads, {}, DType::e4m3),
+                       [](AttentionCase& c) {
+                         c.problem.tree_mask = true;
+                         c.problem.layout = Layout::paged;
+                         c.problem.page_size = 16;
+                       }));
   for (const std::int64_t page_size : {1, 3, 16}) {
     for (const bool int8 : {false, true}) {
       AttentionCase c = one(fmt::format("decode_paged_{}{}", page_size, int8 ? "_int8" : ""), 0, 0,

@@ -34,7 +34,7 @@ struct RunFlags {
   MaskFlags mask;
   std::optional<double> softmax_scale;
   double softcap = 0;
-  std::string cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+  std::string cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, tree_mask;
   std::string dout, dlse, dq, dk, dv;
 
   /// The flags that name files to write, and where to.
@@ -54,13 +54,15 @@ struct RunFlags {
             {"--cu-seqlens-q", &cu_seqlens_q},
             {"--cu-seqlens-kv", &cu_seqlens_kv},
             {"--seqused-kv", &seqused_kv},
-            {"--page-table", &page_table}};
+            {"--page-table", &page_table},
+            {"--tree-mask", &tree_mask}};
   }
 };
 
 /// Index files of the layout; those not given stay empty.
 struct Indices {
   std::optional<Array> cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
+  std::optional<Array> tree_mask;  // int64 words
 };
 
 IndexView view_of_indices(const std::optional<Array>& array) {
@@ -97,6 +99,11 @@ Indices read_all_indices(const RunFlags& flags) {
   indices.seqused_kv = read_indices(flags.seqused_kv, "--seqused-kv", 1, "[batch]");
   indices.page_table =
       read_indices(flags.page_table, "--page-table", 2, "[batch, pages per sequence]");
+  indices.tree_mask = read_indices(flags.tree_mask, "--tree-mask", 2, "[batch, seqlen_q]");
+  if (indices.tree_mask && indices.tree_mask->dtype != DType::i64) {
+    fail(Status::invalid_argument("--tree-mask " + one_line(flags.tree_mask), "int32",
+                                  "int64, a word of bits for each query,"));
+  }
   if (indices.cu_seqlens_q && indices.cu_seqlens_q->elements() == 0) {
     fail(Status::invalid_argument("--cu-seqlens-q " + one_line(flags.cu_seqlens_q), "no entry",
                                   "[batch + 1] entries, the first of them 0,"));
@@ -163,6 +170,7 @@ AttentionProblem problem_of(const RunFlags& flags, const Qkv& qkv, const Indices
   }
   problem.softcap = static_cast<float>(flags.softcap);
   problem.seqused_kv = indices.seqused_kv.has_value();
+  problem.tree_mask = indices.tree_mask.has_value();
   return problem;
 }
 
@@ -311,7 +319,7 @@ Timing time_runs(const Work& work, const std::optional<DeviceClock>& clock) {
 struct Placed {
   Resident q, k, v, o, lse, workspace;
   std::optional<Resident> cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
-  std::optional<Resident> k_scale, v_scale;
+  std::optional<Resident> k_scale, v_scale, tree_mask;
 
   ForwardInputs inputs() const {
     const auto indices = [](const std::optional<Resident>& array) {
@@ -325,7 +333,12 @@ struct Placed {
             .seqused_kv = indices(seqused_kv),
             .page_table = indices(page_table),
             .k_scale = k_scale ? k_scale->view() : TensorView{},
-            .v_scale = v_scale ? v_scale->view() : TensorView{}};
+            .v_scale = v_scale ? v_scale->view() : TensorView{},
+            .tree_mask = tree_mask ? words(tree_mask->indices()) : BitsView{}};
+  }
+  static BitsView words(const IndexView& array) {
+    const std::int64_t rows = array.cols > 0 ? array.size / array.cols : 0;
+    return BitsView::contiguous(static_cast<const std::uint64_t*>(array.data), rows, array.cols);
   }
 };
 
@@ -357,7 +370,8 @@ Placed place(const Device& device, const Qkv& qkv, const Indices& indices, const
           maybe(indices.seqused_kv),
           maybe(indices.page_table),
           given(qkv.k_scale),
-          given(qkv.v_scale)};
+          given(qkv.v_scale),
+          maybe(indices.tree_mask)};
 }
 
 /// What the device holds, in the array that goes to the file.
@@ -385,6 +399,7 @@ Json echo(const AttentionProblem& problem, const char* layout) {
   json["mask_align"] = problem.mask.align == MaskAlign::top_left ? "top-left" : "bottom-right";
   json["softmax_scale"] = number(static_cast<double>(*problem.softmax_scale));
   json["softcap"] = number(static_cast<double>(problem.softcap));
+  json["tree_mask"] = problem.tree_mask;
   return json;
 }
 
@@ -618,6 +633,11 @@ void add_run_flags(CLI::App& command, RunFlags& flags) {
   add_text(
       command, "--page-table", flags.page_table,
       "pages [batch, pages per sequence]; k, v are then [pages, page_size, heads_kv, head_dim]",
+      "FILE.npy");
+  add_text(
+      command, "--tree-mask", flags.tree_mask,
+      "int64 words [batch, seqlen_q]: bit j says that the query sees new token j, which is key "
+      "seqlen_kv - seqlen_q + j",
       "FILE.npy");
   add_length(command, "--splits", flags.splits, "parts that the keys are split into",
              {1, std::int64_t{1} << 20});

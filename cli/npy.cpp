@@ -293,12 +293,16 @@ Result<DType> dtype_of(const Claim& claim, Expect expect, const std::string& lab
     if (cache && (descr == "|i1" || descr == "<i1")) {
       return DType::int8;
     }
+    if (expect == Expect::cache_e4m3 && (descr == "|u1" || descr == "<u1")) {
+      return DType::e4m3;
+    }
   }
   const std::string given = claim.structured ? "structured dtype" : words_of(descr);
   return Status::invalid_argument(
       label, given,
-      expect == Expect::indices
-          ? "little-endian int32, int64"
+      expect == Expect::indices ? "little-endian int32, int64"
+      : expect == Expect::cache_e4m3
+          ? "uint8, the bits of e4m3,"
           : "little-endian float32, float16, and bfloat16 as uint16 with --dtype bf16");
 }
 

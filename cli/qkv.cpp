@@ -27,7 +27,9 @@ constexpr std::array kNames = {"q", "k", "v"};
 Three read_three(const QkvFlags& flags, bool words_are_bf16) {
   Three three;
   const Expect values = words_are_bf16 ? Expect::values_bf16 : Expect::values;
-  const Expect cache = words_are_bf16 ? Expect::cache_bf16 : Expect::cache;
+  const Expect cache = flags.kv_dtype == DType::e4m3 ? Expect::cache_e4m3
+                       : words_are_bf16              ? Expect::cache_bf16
+                                                     : Expect::cache;
   const std::array expect = {values, cache, cache};
   const std::array<const std::string*, 3> files = {&flags.q, &flags.k, &flags.v};
   if (flags.qkv.empty()) {
@@ -56,9 +58,11 @@ Three read_three(const QkvFlags& flags, bool words_are_bf16) {
   return three;
 }
 
+bool is_8_bit(DType dtype) { return dtype == DType::int8 || dtype == DType::e4m3; }
+
 void bring_to_one_dtype(Three& three, std::optional<DType> dtype) {
   for (Named& tensor : three) {
-    if (tensor.array.dtype == DType::int8) {
+    if (is_8_bit(tensor.array.dtype)) {
       continue;
     }
     if (dtype) {
@@ -119,7 +123,17 @@ void check_shapes(const Three& three, QkvShape shape) {
   }
 }
 
-/// The scales of k or v in int8, of its shape with a head_dim of 1 (which may be left out).
+/// k and v are what --kv-dtype says, where it is given.
+void check_kv_dtype(const Three& three, std::optional<DType> kv_dtype) {
+  for (std::size_t i = 1; kv_dtype && i < three.size(); ++i) {
+    if (three[i].array.dtype != *kv_dtype) {
+      refuse(three[i], to_string(three[i].array.dtype),
+             fmt::format("{} (--kv-dtype; caches are not converted)", to_string(*kv_dtype)));
+    }
+  }
+}
+
+/// The scales of k or v in int8 or e4m3, of its shape with a head_dim of 1 (which may be left out).
 Array read_scale(const std::string& path, const std::string& flag, const Named& of) {
   Named scale{value_or_fail(read_npy(path, Expect::values, flag)), flag + " " + one_line(path)};
   std::vector<std::int64_t> wanted = of.array.shape;
@@ -135,7 +149,7 @@ Array read_scale(const std::string& path, const std::string& flag, const Named& 
   return scale.array;
 }
 
-/// Scales exactly where k and v are int8, both of them.
+/// Scales of k and v in int8, which have them, and in e4m3, which may.
 void read_scales(const QkvFlags& flags, const Three& three, Qkv& qkv) {
   const auto& [q, k, v] = three;
   if (k.array.dtype != v.array.dtype) {
@@ -143,19 +157,22 @@ void read_scales(const QkvFlags& flags, const Three& three, Qkv& qkv) {
            fmt::format("{} as in {}", to_string(k.array.dtype), k.label));
   }
   const bool wanted = k.array.dtype == DType::int8;
+  const bool allowed = is_8_bit(k.array.dtype);
   const std::pair<const char*, const std::string*> files[] = {{"--k-scale", &flags.k_scale},
                                                               {"--v-scale", &flags.v_scale}};
   for (const auto& [flag, path] : files) {
     if (wanted && path->empty()) {
       fail_flag(flag, "nothing", "FILE.npy, a scale for each row of k and v in int8,");
     }
-    if (!wanted && !path->empty()) {
+    if (!allowed && !path->empty()) {
       fail_flag(flag, one_line(*path),
                 fmt::format("none (k and v are {}, without scales)", to_string(k.array.dtype)));
     }
   }
-  if (wanted) {
+  if (!flags.k_scale.empty()) {
     qkv.k_scale = read_scale(flags.k_scale, "--k-scale", k);
+  }
+  if (!flags.v_scale.empty()) {
     qkv.v_scale = read_scale(flags.v_scale, "--v-scale", v);
   }
 }
@@ -172,8 +189,11 @@ void add_qkv(CLI::App& command, QkvFlags& flags) {
   add_text(command, "--qkv-prefix", flags.prefix,
            "what stands before q, k, v in the names of its tensors", "TEXT");
   add_text(command, "--k-scale", flags.k_scale,
-           "float32 factor of each row of k in int8 [batch, seqlen, heads]", "FILE.npy");
+           "float32 factor of each row of k in int8 or e4m3 [batch, seqlen, heads]", "FILE.npy");
   add_text(command, "--v-scale", flags.v_scale, "the same of v", "FILE.npy");
+  add_dtype(
+      command, "--kv-dtype", flags.kv_dtype,
+      "of k and v; e4m3 is read from uint8 files or F8_E4M3 tensors (default: the files' own)");
 }
 
 Qkv read_qkv(const QkvFlags& flags, std::optional<DType> dtype, QkvShape shape) {
@@ -186,6 +206,7 @@ Qkv read_qkv(const QkvFlags& flags, std::optional<DType> dtype, QkvShape shape) 
   Three three = read_three(flags, dtype == DType::bf16);
   check_shapes(three, shape);
   bring_to_one_dtype(three, dtype);
+  check_kv_dtype(three, flags.kv_dtype);
   Qkv qkv{three[0].array, three[1].array, three[2].array};
   read_scales(flags, three, qkv);
   return qkv;

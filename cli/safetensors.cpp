@@ -319,16 +319,19 @@ Result<Array> Safetensors::read(std::string_view name, Expect expect) const {
   }
   const Entry& entry = found->second;
   const std::string label = fmt::format("{} tensor {}", source_->label(), one_line(name));
-  // The last of them for a KV cache only.
-  static constexpr std::pair<std::string_view, DType> kValues[] = {
-      {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}, {"I8", DType::int8}};
+  // The last two for a KV cache only.
+  static constexpr std::pair<std::string_view, DType> kValues[] = {{"F32", DType::f32},
+                                                                   {"F16", DType::f16},
+                                                                   {"BF16", DType::bf16},
+                                                                   {"I8", DType::int8},
+                                                                   {"F8_E4M3", DType::e4m3}};
   static constexpr std::pair<std::string_view, DType> kIndices[] = {{"I32", DType::i32},
                                                                     {"I64", DType::i64}};
   const bool indices = expect == Expect::indices;
-  const bool cache = expect == Expect::cache || expect == Expect::cache_bf16;
+  const bool cache = expect != Expect::values && expect != Expect::values_bf16;
   const std::span<const std::pair<std::string_view, DType>> allowed =
       indices ? std::span<const std::pair<std::string_view, DType>>(kIndices)
-              : std::span<const std::pair<std::string_view, DType>>(kValues).first(cache ? 4 : 3);
+              : std::span<const std::pair<std::string_view, DType>>(kValues).first(cache ? 5 : 3);
   const auto dtype = std::find_if(allowed.begin(), allowed.end(),
                                   [&](const auto& row) { return row.first == entry.dtype; });
   if (dtype == allowed.end()) {

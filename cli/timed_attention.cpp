@@ -1,145 +1,15 @@
 #include "cli/timed_attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <iterator>
 #include <numeric>
-#include <random>
 #include <utility>
 
-#include "cli/quantise.h"
-
 namespace rafter::cli {
-namespace {
 
-Result<Array> random_array(DType dtype, std::vector<std::int64_t> shape, unsigned seed) {
-  Result<Array> array = allocate_array(DType::f32, std::move(shape), "random data");
-  if (!array) {
-    return array;
-  }
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  auto* values = reinterpret_cast<float*>(array->data.get());
-  // A cache of many gigabytes repeats itself: deviates are slow, and time does not see it.
-  constexpr std::int64_t kPeriod = (std::int64_t{1} << 22) + 17;
-  const std::int64_t count = array->elements();
-  const std::int64_t drawn = std::min(count, kPeriod);
-  std::generate(values, values + drawn, [&] { return normal(generator); });
-  for (std::int64_t i = drawn; i < count; ++i) {
-    values[i] = values[i - kPeriod];
-  }
-  return dtype == DType::int8 ? array : convert(*array, dtype, "random data");
-}
-
-// f32 [batch, seqlen, heads, head_dim] as int8 with a scale for each row.
-Status quantise(Array& values, Array& scales) {
-  std::vector<std::int64_t> shape = values.shape;
-  const std::int64_t dim = std::exchange(shape.back(), 1);
-  Result<Array> rows = allocate_array(DType::int8, values.shape, "random data");
-  Result<Array> factors = allocate_array(DType::f32, shape, "random data");
-  for (const Result<Array>* array : {&rows, &factors}) {
-    if (!*array) {
-      return array->status();
-    }
-  }
-  const auto* const from = reinterpret_cast<const float*>(values.data.get());
-  auto* const to = reinterpret_cast<std::int8_t*>(rows->data.get());
-  auto* const factor = reinterpret_cast<float*>(factors->data.get());
-  for (std::int64_t row = 0; row < factors->elements(); ++row) {
-    factor[row] = int8_scale({from + row * dim, static_cast<std::size_t>(dim)});
-    for (std::int64_t d = 0; d < dim; ++d) {
-      to[row * dim + d] = to_int8(from[row * dim + d], factor[row]);
-    }
-  }
-  values = *rows;
-  scales = *factors;
-  return Status::ok();
-}
-
-// Pages of the batch in an order that no walk through memory follows.
-Result<Array> shuffled_pages(const AttentionProblem& p) {
-  const std::int64_t columns = (p.seqlen_kv + p.page_size - 1) / p.page_size;
-  Result<Array> table = allocate_array(DType::i32, {p.batch, columns}, "page table");
-  if (!table) {
-    return table;
-  }
-  auto* const pages = reinterpret_cast<std::int32_t*>(table->data.get());
-  std::iota(pages, pages + table->elements(), 0);
-  std::shuffle(pages, pages + table->elements(), std::mt19937(4));
-  return table;
-}
-
-// The first rows of every sequence of [batch, seqlen, heads, head_dim], the batch `copies` times.
-Result<Array> first_rows(const Array& from, std::int64_t rows, std::int64_t copies, DType dtype) {
-  const std::int64_t batch = from.shape[0], row = from.shape[2] * from.shape[3];
-  Result<Array> part =
-      allocate_array(from.dtype, {batch * copies, rows, from.shape[2], from.shape[3]}, "excerpt");
-  if (!part) {
-    return part;
-  }
-  const auto row_bytes = static_cast<std::size_t>(row * bits_of(from.dtype) / 8);
-  for (std::int64_t b = 0; b < batch * copies; ++b) {
-    std::memcpy(part->data.get() + static_cast<std::size_t>(b * rows) * row_bytes,
-                from.data.get() + static_cast<std::size_t>(b % batch * from.shape[1]) * row_bytes,
-                static_cast<std::size_t>(rows) * row_bytes);
-  }
-  return convert(*part, dtype, "excerpt");
-}
-
-}  // namespace
-
-Result<Qkv> random_data(const AttentionProblem& p) {
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t head_dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
-  Result<Array> q = random_array(p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, 1);
-  const bool paged = p.layout == Layout::paged;
-  const std::int64_t batch_kv = paged ? p.num_pages : p.batch;
-  const std::int64_t rows_kv = paged ? p.page_size : p.seqlen_kv;
-  const DType kv = p.kv_dtype.value_or(p.dtype);
-  Result<Array> k = random_array(kv, {batch_kv, rows_kv, heads_kv, p.head_dim}, 2);
-  Result<Array> v = random_array(kv, {batch_kv, rows_kv, heads_kv, head_dim_v}, 3);
-  for (const Result<Array>* array : {&q, &k, &v}) {
-    if (!*array) {
-      return array->status();
-    }
-  }
-  Qkv data{*q, *k, *v};
-  if (kv == DType::int8) {
-    for (const Status& status : {quantise(data.k, data.k_scale), quantise(data.v, data.v_scale)}) {
-      if (!status) {
-        return status;
-      }
-    }
-  }
-  if (paged) {
-    Result<Array> table = shuffled_pages(p);
-    if (!table) {
-      return table.status();
-    }
-    data.page_table = *table;
-  }
-  return data;
-}
-
-Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_kv,
-                    std::int64_t copies, DType dtype) {
-  Result<Array> q = first_rows(from.q, seqlen_q, copies, dtype);
-  Result<Array> k = first_rows(from.k, seqlen_kv, copies, dtype);
-  Result<Array> v = first_rows(from.v, seqlen_kv, copies, dtype);
-  for (const Result<Array>* array : {&q, &k, &v}) {
-    if (!*array) {
-      return array->status();
-    }
-  }
-  return Qkv{*q, *k, *v};
-}
-
-Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& problem,
-                                                  const PlanOptions& options,
-                                                  const std::optional<Qkv>& data,
-                                                  const Device& device,
-                                                  std::optional<DType> o_dtype) {
+Result<PreparedAttention> PreparedAttention::make(
+    const AttentionProblem& problem, const PlanOptions& options, const std::optional<Qkv>& data,
+    const Device& device, std::optional<DType> o_dtype, std::span<const std::int64_t> lengths) {
   Result<Plan> planned = rafter::plan(problem, device, options);
   if (!planned) {
     return planned.status();
@@ -147,16 +17,19 @@ Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& proble
   PreparedAttention made;
   made.plan_.emplace(*planned);
   const AttentionProblem& p = made.plan_->problem();
-  const auto input = [&](const Array* given, std::int64_t seqlen, std::int64_t heads,
-                         std::int64_t dim, std::uint32_t seed) {
-    return given != nullptr
-               ? Resident::copy_of(device, *given)
-               : Resident::random(device, p.dtype, {p.batch, seqlen, heads, dim}, seed);
+  const auto input = [&device](const Array* given, DType dtype, std::vector<std::int64_t> shape,
+                               std::uint32_t seed) {
+    return given != nullptr ? Resident::copy_of(device, *given)
+                            : Resident::random(device, dtype, std::move(shape), seed);
   };
+  const bool paged = p.layout == Layout::paged;
+  const std::int64_t batch_kv = paged ? p.num_pages : p.batch;
+  const std::int64_t rows_kv = paged ? p.page_size : p.seqlen_kv;
   Result<Resident> parts[] = {
-      input(data ? &data->q : nullptr, p.seqlen_q, p.heads_q, p.head_dim, 1),
-      input(data ? &data->k : nullptr, p.seqlen_kv, p.heads_kv, p.head_dim, 2),
-      input(data ? &data->v : nullptr, p.seqlen_kv, p.heads_kv, p.head_dim_v, 3),
+      input(data ? &data->q : nullptr, p.dtype, {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, 1),
+      input(data ? &data->k : nullptr, *p.kv_dtype, {batch_kv, rows_kv, p.heads_kv, p.head_dim}, 2),
+      input(data ? &data->v : nullptr, *p.kv_dtype, {batch_kv, rows_kv, p.heads_kv, p.head_dim_v},
+            3),
       Resident::empty(device, o_dtype.value_or(p.dtype),
                       {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, "o"),
       Resident::empty(device, DType::f32, {p.batch, p.heads_q, p.seqlen_q}, "lse"),
@@ -168,18 +41,8 @@ Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& proble
     }
     *places[i] = *std::move(parts[i]);
   }
-  const Array* const more[] = {data ? &data->k_scale : nullptr, data ? &data->v_scale : nullptr,
-                               data ? &data->page_table : nullptr};
-  std::optional<Resident>* const more_places[] = {&made.k_scale_, &made.v_scale_,
-                                                  &made.page_table_};
-  for (std::size_t i = 0; i < std::size(more); ++i) {
-    if (more[i] != nullptr && more[i]->data != nullptr) {
-      Result<Resident> copy = Resident::copy_of(device, *more[i]);
-      if (!copy) {
-        return copy.status();
-      }
-      *more_places[i] = *std::move(copy);
-    }
+  if (Status prepared = made.prepare_cache(data, device, lengths); !prepared) {
+    return prepared;
   }
   if (made.plan_->pass() == Pass::backward) {
     if (Status prepared = made.prepare_backward(options, device); !prepared) {
@@ -187,6 +50,55 @@ Result<PreparedAttention> PreparedAttention::make(const AttentionProblem& proble
     }
   }
   return made;
+}
+
+/// Factors, page table and lengths.
+Status PreparedAttention::prepare_cache(const std::optional<Qkv>& data, const Device& device,
+                                        std::span<const std::int64_t> lengths) {
+  const AttentionProblem& p = plan_->problem();
+  Qkv more = data.value_or(Qkv{});
+  if (!data && *p.kv_dtype == DType::int8) {
+    Result<Array> factors = allocate_array(
+        DType::f32, {k_.view().batch, k_.view().seqlen, p.heads_kv, 1}, "factors of int8");
+    if (!factors) {
+      return factors.status();
+    }
+    constexpr float kFactor = 0.015625f;  // what normal deviates have, about
+    std::fill_n(reinterpret_cast<float*>(factors->data.get()), factors->elements(), kFactor);
+    more.k_scale = more.v_scale = *std::move(factors);
+  }
+  if (!data && p.layout == Layout::paged) {
+    Result<Array> table = shuffled_pages(p, lengths);
+    if (!table) {
+      return table.status();
+    }
+    more.page_table = *std::move(table);
+  }
+  Array used;
+  if (p.seqused_kv) {
+    Result<Array> array = allocate_array(DType::i64, {p.batch}, "lengths");
+    if (!array) {
+      return array.status();
+    }
+    std::copy(lengths.begin(), lengths.end(), reinterpret_cast<std::int64_t*>(array->data.get()));
+    used = *std::move(array);
+  }
+  const std::pair<const Array*, std::optional<Resident>*> places[] = {
+      {&more.k_scale, &k_scale_},
+      {&more.v_scale, &v_scale_},
+      {&more.page_table, &page_table_},
+      {&used, &lengths_}};
+  for (const auto& [array, place] : places) {
+    if (array->data == nullptr) {
+      continue;
+    }
+    Result<Resident> copy = Resident::copy_of(device, *array);
+    if (!copy) {
+      return copy.status();
+    }
+    *place = *std::move(copy);
+  }
+  return Status::ok();
 }
 
 LseView PreparedAttention::lse() const {
@@ -238,6 +150,9 @@ Status PreparedAttention::run(Stream stream) const {
     if (page_table_) {
       in.page_table = page_table_->indices();
     }
+    if (lengths_) {
+      in.seqused_kv = lengths_->indices();
+    }
     return plan_->forward(in, {o_.view(), lse()}, lent, stream);
   }
   return plan_->backward({.q = q_.view(),
@@ -260,10 +175,16 @@ double PreparedAttention::working_set_bytes() const {
     bytes += array->bytes();
   }
   for (const std::optional<Resident>* array :
-       {&k_scale_, &v_scale_, &page_table_, &d_o_, &dq_, &dk_, &dv_}) {
+       {&k_scale_, &v_scale_, &page_table_, &lengths_, &d_o_, &dq_, &dk_, &dv_}) {
     bytes += *array ? (*array)->bytes() : 0;
   }
   return static_cast<double>(bytes);
+}
+
+double flush_bytes(const DeviceSpec& spec) {
+  const Figure* l2 = spec.find("l2_bytes");
+  constexpr double kUnknownL2 = 128e6;
+  return 2 * (l2 != nullptr ? l2->value : kUnknownL2);
 }
 
 Level level_of(const DeviceSpec& spec, double working_set_bytes) {
@@ -337,9 +258,12 @@ Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidt
 }
 
 // The backward also reads o and d_o, and writes a gradient for each of q, k and v.
-double declared_bytes(const AttentionProblem& p, Pass pass) {
+double declared_bytes(const AttentionProblem& p, Pass pass, std::span<const std::int64_t> lengths) {
   const double rows = static_cast<double>(p.batch * p.seqlen_q * p.heads_q);
-  const double keys = static_cast<double>(p.batch * p.seqlen_kv * p.heads_kv);
+  const std::int64_t tokens =
+      lengths.empty() ? p.batch * p.seqlen_kv
+                      : std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+  const double keys = static_cast<double>(tokens * p.heads_kv);
   const double dims = static_cast<double>(p.head_dim + p.head_dim_v);
   const DType kv = p.kv_dtype.value_or(p.dtype);
   const double scales = kv == DType::int8 ? 2.0 * 4 : 0;
@@ -350,16 +274,33 @@ double declared_bytes(const AttentionProblem& p, Pass pass) {
   return rows * (dims * bytes_of(p.dtype) + 4) + keys * (dims * bytes_of(kv) + scales) + more;
 }
 
-Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec) {
+/// What the plan says of its capacities; of the lengths themselves where they are known.
+Result<Cost> cost_of(const Plan& plan, std::span<const std::int64_t> lengths) {
+  if (lengths.empty()) {
+    return plan.cost();
+  }
+  std::vector<SequenceLength> sequences;
+  for (const std::int64_t length : lengths) {
+    sequences.push_back({plan.problem().seqlen_q, length});
+  }
+  return attention_cost(plan.problem(), sequences, plan.pipeline(), plan.pass());
+}
+
+Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec,
+                            std::span<const std::int64_t> lengths) {
   const Plan& plan = made.plan();
   CaseResult result;
   result.kernel = plan.kernel();
   result.pipeline = plan.pipeline();
   result.threads = plan.threads();
-  result.cost = plan.cost();
+  Result<Cost> cost = cost_of(plan, lengths);
+  if (!cost) {
+    return cost.status();
+  }
+  result.cost = *std::move(cost);
   result.working_set_bytes = made.working_set_bytes();
   result.workspace_bytes = static_cast<double>(plan.workspace_bytes());
-  result.declared_bytes = declared_bytes(plan.problem(), plan.pass());
+  result.declared_bytes = declared_bytes(plan.problem(), plan.pass(), lengths);
   result.level = level_of(spec, result.working_set_bytes);
   result.cache_resident = result.level.name != "memory";
   Result<Prediction> predicted = predict(result.cost, spec);
@@ -415,13 +356,6 @@ void add_evidence(std::vector<PreparedAttention>& cases, const TimedCase& timed,
   }
 }
 
-/// Twice the L2.
-double flush_bytes(const DeviceSpec& spec) {
-  const Figure* l2 = spec.find("l2_bytes");
-  constexpr double kUnknownL2 = 128e6;
-  return 2 * (l2 != nullptr ? l2->value : kUnknownL2);
-}
-
 /// Cold: each call alone, after a flush of the L2.
 Result<std::vector<Timing>> time_on_device(const std::vector<PreparedAttention>& cases,
                                            const DeviceClock& clock, const DeviceSpec& spec,
@@ -475,8 +409,8 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
   std::vector<Prepared> prepared;
   std::vector<PreparedAttention> cases;
   for (std::size_t i = 0; i < timed.size(); ++i) {
-    Result<PreparedAttention> made =
-        PreparedAttention::make(timed[i].problem, timed[i].options, timed[i].data, options.device);
+    Result<PreparedAttention> made = PreparedAttention::make(
+        timed[i].problem, timed[i].options, timed[i].data, options.device, {}, timed[i].lengths);
     if (!made) {
       if (made.status().code() != StatusCode::kUnsupported) {
         return made.status();
@@ -485,14 +419,14 @@ Result<std::vector<CaseResult>> time_cases(std::span<const TimedCase> timed, con
       results[i].pipeline = timed[i].options.pipeline.value_or(Pipeline::fused);
       continue;
     }
-    Result<CaseResult> described = describe(*made, spec);
+    Result<CaseResult> described = describe(*made, spec, timed[i].lengths);
     if (!described) {
       return described.status();
     }
     results[i] = std::move(described).value();
     cases.push_back(std::move(made).value());
     Prepared entry{.result = i, .once = cases.size() - 1, .twice = {}, .more = {}};
-    if (options.evidence) {
+    if (options.evidence && timed[i].lengths.empty()) {
       add_evidence(cases, timed[i], options.device, entry, results[i]);
     }
     prepared.push_back(entry);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/array.h"
+#include "cli/bench_data.h"
 #include "cli/qkv.h"
 #include "cli/resident.h"
 #include "rafter/attention.h"
@@ -15,19 +16,16 @@
 
 namespace rafter::cli {
 
-/// Normal random values (zeros would run faster), the same for the same problem.
-Result<Qkv> random_data(const AttentionProblem& problem);
-/// The first rows of each sequence, `copies` times along the batch, in `dtype`.
-Result<Qkv> excerpt(const Qkv& from, std::int64_t seqlen_q, std::int64_t seqlen_kv,
-                    std::int64_t copies, DType dtype);
 class PreparedAttention {
  public:
   /// Runs the pass of the options; for the backward, o and lse are made by a forward run. Without
   /// data, random values made on the CUDA device. Errors: those of plan(), and memory that this
-  /// machine does not have. o has the dtype `o_dtype`, by default the problem's.
+  /// machine does not have. o has the dtype `o_dtype`, by default the problem's. `lengths` are the
+  /// keys in use of each sequence, of problems with seqused_kv.
   static Result<PreparedAttention> make(const AttentionProblem& problem, const PlanOptions& options,
                                         const std::optional<Qkv>& data, const Device& device,
-                                        std::optional<DType> o_dtype = {});
+                                        std::optional<DType> o_dtype = {},
+                                        std::span<const std::int64_t> lengths = {});
 
   /// CUDA: queues on the stream.
   Status run(Stream stream = {}) const;
@@ -40,11 +38,13 @@ class PreparedAttention {
 
  private:
   PreparedAttention() = default;
+  Status prepare_cache(const std::optional<Qkv>& data, const Device& device,
+                       std::span<const std::int64_t> lengths);
   Status prepare_backward(const PlanOptions& options, const Device& device);
   LseView lse() const;
   std::optional<Plan> plan_;
   Resident q_, k_, v_, o_, lse_, workspace_;
-  std::optional<Resident> k_scale_, v_scale_, page_table_;
+  std::optional<Resident> k_scale_, v_scale_, page_table_, lengths_;
   std::optional<Resident> d_o_, dq_, dk_, dv_;  // backward
 };
 
@@ -54,6 +54,7 @@ struct TimedCase {
   AttentionProblem problem;
   PlanOptions options;
   std::optional<Qkv> data;
+  std::vector<std::int64_t> lengths = {};  // keys in use of each sequence; none: all of them
 };
 
 /// Where a working set lives, by the plateaus of the probe. On a GPU always memory: what is timed
@@ -63,6 +64,8 @@ struct Level {
   double bandwidth_bytes_per_s = 0;
 };
 Level level_of(const DeviceSpec& spec, double working_set_bytes);
+/// What is read before a cold call on a GPU: twice its L2.
+double flush_bytes(const DeviceSpec& spec);
 
 struct CaseResult {
   std::string refusal;  // not empty: why no kernel took it; nothing else is set then

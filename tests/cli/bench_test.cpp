@@ -132,6 +132,52 @@ TEST(BenchCommand, BackwardRowsCompareWithTheForward) {
   EXPECT_EQ(backward.at(0).at("kernel").get<std::string>().rfind("backward_", 0), 0U);
 }
 
+TEST(BenchCommand, DecodeTakesLengthsOfEachSequence) {
+  const TemporaryFolder folder;
+  const std::vector<std::string> bench{
+      "bench",     "decode", "--batch",    "3",   "--lengths",  "40,7",
+      "--heads-q", "2",      "--heads-kv", "1",   "--head-dim", "16",
+      "--time",    "0.001",  "--dtype",    "f32", "--device",   device_file(folder)};
+  for (const char* page_size : {"0", "16"}) {
+    std::vector<std::string> all = bench;
+    all.insert(all.end(), {"--page-size", page_size});
+    const auto json = run_json(all);
+    const auto& row = json.at("benchmarks").at(0);
+    EXPECT_EQ(row.at("case").at("lengths"), "40 7");
+    EXPECT_DOUBLE_EQ(row.at("kv_bytes").get<double>(), (40 + 7 + 7) * 2 * 16 * 4.0);
+  }
+  std::vector<std::string> many = bench;
+  many[5] = "1,2,3,4";
+  expect_refused(many, {"--lengths", "3"});
+}
+
+TEST(BenchCommand, AppendTimesRowsIntoCaches) {
+  const TemporaryFolder folder;
+  const auto json = run_json({"bench",       "append",
+                              "--batch",     "2",
+                              "--seqlen",    "3",
+                              "--seqlen-kv", "5",
+                              "--heads-q",   "4",
+                              "--heads-kv",  "2",
+                              "--head-dim",  "16",
+                              "--time",      "0.001",
+                              "--kv-dtype",  "bf16,int8,e4m3",
+                              "--page-size", "0,4",
+                              "--device",    device_file(folder)});
+  EXPECT_EQ(json.at("benchmarks").size(), 12U);  // dtypes × pages × with and without RoPE
+  for (const auto& row : json.at("benchmarks")) {
+    const auto& shape = row.at("case");
+    // K and V read in bf16 and written as kept, with factors; q read and written; angles.
+    const double kept = shape.at("kv_dtype") == "bf16" ? 2 : 1;
+    const double kv = 2 * 3 * 2 * (2 * 16 * (2 + kept) + (kept == 1 ? 8 : 0));
+    const double rope = shape.at("rope") == true ? 2 * 3 * 4 * 16 * 4 + 3 * 16 * 4 : 0;
+    EXPECT_DOUBLE_EQ(row.at("bytes").get<double>(), kv + rope) << shape.dump();
+  }
+  expect_refused({"bench", "append", "--kv-dtype", "f16", "--device", device_file(folder)},
+                 {"--kv-dtype", "e4m3"});
+  expect_refused({"bench", "append", "--threads", "2"}, {"--threads"});
+}
+
 TEST(BenchCommand, DecodeRowsReadTheCacheOnce) {
   const TemporaryFolder folder;
   const auto document = run_json({"bench",       "decode",
@@ -182,7 +228,7 @@ TEST(BenchCommand, RefusesByName) {
   expect_refused({"bench", "attention", "--device", "h100-sxm"}, {"--device"});
   expect_refused({"bench", "attention", "--kernel", "fused", "--pipeline", "fused"}, {"--kernel"});
   expect_refused({"bench", "attention", "--threshold", "2"}, {"--threshold"});
-  expect_refused({"bench", "decode", "--kv-dtype", "e4m3"}, {"--kv-dtype", "int8"});
+  expect_refused({"bench", "decode", "--kv-dtype", "e5m2"}, {"--kv-dtype", "int8", "e4m3"});
   expect_refused({"bench", "decode", "--seqlen-kv", "0"}, {"--seqlen-kv"});
 }
 
