@@ -35,7 +35,8 @@ struct AppendParams {
   bool tables_in_vectors = false;  // four angles are aligned together
   int seqlen = 0;
   int lane_bits = 0;                // 2^lane_bits lanes a row
-  std::int64_t items = 0;           // rows of k, v and q, below 2^31
+  std::int64_t tokens = 0;          // batch · seqlen
+  std::int64_t items = 0;           // set by the launch: groups of rows
   std::int32_t* dropped = nullptr;  // zeroed
 };
 

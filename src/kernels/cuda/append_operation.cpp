@@ -49,7 +49,7 @@ Status append(const AppendCall& call) {
   if (items >= static_cast<double>(kMostItems)) {
     return Status::unsupported("k", "2^31 rows of k, v and q or more", "fewer in one launch");
   }
-  params.items = static_cast<std::int64_t>(items);
+  params.tokens = in.k.batch * in.k.seqlen;
   params.seqused_kv = indices(in.seqused_kv);
   params.seqused_new = indices(in.seqused_new);
   params.page_table = indices(in.page_table);

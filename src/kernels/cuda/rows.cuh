@@ -6,6 +6,8 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "kernels/cuda/rows.h"
 
 namespace rafter::cuda {
@@ -28,31 +30,43 @@ __device__ inline float element(const Rows& rows, std::int64_t at) {
   }
 }
 
-/// x = the elements from `at` on; those at or past `count` are 0. f32, bf16 or f16.
-__device__ inline void load_eight(const Rows& rows, std::int64_t at, int count,
-                                  float (&x)[kRowWidth]) {
-  if (!rows.in_vectors || count < kRowWidth) {
+/// Eight elements as they lie in memory: of 16 bits each, or of 32.
+template <bool kWide>
+struct Raw {
+  uint4 words[kWide ? 2 : 1] = {};
+};
+
+/// The elements from `at` on; those at or past `count` are 0.
+template <bool kWide>
+__device__ Raw<kWide> load_raw(const Rows& rows, std::int64_t at, int count) {
+  using Element = std::conditional_t<kWide, std::uint32_t, std::uint16_t>;
+  const auto* const from = static_cast<const Element*>(rows.data) + at;
+  Raw<kWide> raw;
+  if (rows.in_vectors && count == kRowWidth) {
 #pragma unroll
-    for (int i = 0; i < kRowWidth; ++i) {
-      x[i] = i < count ? element(rows, at + i) : 0.0f;
+    for (int i = 0; i < (kWide ? 2 : 1); ++i) {
+      raw.words[i] = reinterpret_cast<const uint4*>(from)[i];
     }
-    return;
+    return raw;
   }
-  if (rows.dtype == DType::f32) {
-    const auto* const from =
-        reinterpret_cast<const float4*>(static_cast<const float*>(rows.data) + at);
-    const float4 low = from[0], high = from[1];
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    return;
+  Element elements[kRowWidth];
+#pragma unroll
+  for (int i = 0; i < kRowWidth; ++i) {
+    elements[i] = i < count ? from[i] : Element{0};
   }
-  const uint4 bits =
-      *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(rows.data) + at);
-  const std::uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+  memcpy(&raw, elements, sizeof(raw));
+  return raw;
+}
+
+__device__ inline void unpack(DType, const Raw<true>& raw, float (&x)[kRowWidth]) {
+  memcpy(x, &raw, sizeof(x));
+}
+__device__ inline void unpack(DType dtype, const Raw<false>& raw, float (&x)[kRowWidth]) {
+  const std::uint32_t pairs[4] = {raw.words[0].x, raw.words[0].y, raw.words[0].z, raw.words[0].w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float2 two;
-    if (rows.dtype == DType::bf16) {
+    if (dtype == DType::bf16) {
       two.x = __uint_as_float(pairs[i] << 16);
       two.y = __uint_as_float(pairs[i] & 0xffff0000u);
     } else {
@@ -60,6 +74,16 @@ __device__ inline void load_eight(const Rows& rows, std::int64_t at, int count,
     }
     x[2 * i] = two.x;
     x[2 * i + 1] = two.y;
+  }
+}
+
+/// x = the elements from `at` on; those at or past `count` are 0. f32, bf16 or f16.
+__device__ inline void load_eight(const Rows& rows, std::int64_t at, int count,
+                                  float (&x)[kRowWidth]) {
+  if (rows.dtype == DType::f32) {
+    unpack(rows.dtype, load_raw<true>(rows, at, count), x);
+  } else {
+    unpack(rows.dtype, load_raw<false>(rows, at, count), x);
   }
 }
 
@@ -74,12 +98,23 @@ __device__ inline std::uint32_t pack_pair(DType dtype, float low, float high) {
 }
 
 /// One element of an 8-bit dtype: nearest, ties to even, saturating; NaN is 0 in int8.
-__device__ inline unsigned char to_byte(DType dtype, float x) {
+__device__ inline std::uint32_t to_byte(DType dtype, float x) {
   if (dtype == DType::e4m3) {
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
   }
-  const float whole = fminf(fmaxf(rintf(x == x ? x : 0.0f), -127.0f), 127.0f);
-  return static_cast<unsigned char>(static_cast<signed char>(whole));
+  return static_cast<std::uint32_t>(min(max(__float2int_rn(x), -127), 127)) & 0xffu;
+}
+
+/// Four of them, the first in the low byte.
+__device__ inline std::uint32_t to_bytes(DType dtype, float a, float b, float c, float d) {
+  if (dtype == DType::e4m3) {
+    const std::uint32_t low = __nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3);
+    const std::uint32_t high = __nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
+  }
+  const std::uint32_t low = __byte_perm(to_byte(dtype, a), to_byte(dtype, b), 0x0040);
+  const std::uint32_t high = __byte_perm(to_byte(dtype, c), to_byte(dtype, d), 0x0040);
+  return __byte_perm(low, high, 0x5410);
 }
 
 __device__ inline void store_element(const Rows& rows, std::int64_t at, float x) {
@@ -94,7 +129,8 @@ __device__ inline void store_element(const Rows& rows, std::int64_t at, float x)
       static_cast<float*>(rows.data)[at] = x;
       break;
     default:
-      static_cast<unsigned char*>(rows.data)[at] = to_byte(rows.dtype, x);
+      static_cast<unsigned char*>(rows.data)[at] =
+          static_cast<unsigned char>(to_byte(rows.dtype, x));
   }
 }
 
@@ -119,13 +155,8 @@ __device__ inline void store_eight(const Rows& rows, std::int64_t at, int count,
         uint4{pack_pair(rows.dtype, x[0], x[1]), pack_pair(rows.dtype, x[2], x[3]),
               pack_pair(rows.dtype, x[4], x[5]), pack_pair(rows.dtype, x[6], x[7])};
   } else {
-    std::uint32_t words[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kRowWidth; ++i) {
-      words[i / 4] |= static_cast<std::uint32_t>(to_byte(rows.dtype, x[i])) << (8 * (i % 4));
-    }
-    *reinterpret_cast<uint2*>(static_cast<unsigned char*>(rows.data) + at) =
-        uint2{words[0], words[1]};
+    *reinterpret_cast<uint2*>(static_cast<unsigned char*>(rows.data) + at) = uint2{
+        to_bytes(rows.dtype, x[0], x[1], x[2], x[3]), to_bytes(rows.dtype, x[4], x[5], x[6], x[7])};
   }
 }
 

@@ -1,9 +1,9 @@
 // Rows of new tokens into a dense or paged cache, turned by RoPE and quantised as asked.
 //   k, v, q [batch, seqlen, heads, head_dim] → caches [batch or pages, rows, heads_kv, head_dim]; q
-// A row belongs to some lanes of a warp, eight elements each: 16 bytes of a 16-bit dtype, in one
-// load and one store. The rows of a token lie side by side in the grid, so that the angles and the
-// place of its position come from the caches. A row's elements are all loaded before any is stored:
-// q may be turned in place.
+// Four rows of a token (heads of k, then of v, then of q) belong to some lanes of a warp, eight
+// elements of each row a lane: 16 bytes of a 16-bit dtype. All four are on their way before the
+// token's place is looked up. Its angles are the same for every head. A row's elements are all
+// loaded before any is stored: q may be turned in place.
 #include <cuda_runtime_api.h>
 
 #include "hw/cuda/launch.h"
@@ -14,7 +14,8 @@
 namespace rafter::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
+constexpr int kRowsTogether = 4;  // of one token: in flight at once
 
 __device__ std::int64_t read_index(const RowIndices& indices, std::int64_t i) {
   return indices.wide ? static_cast<const std::int64_t*>(indices.data)[i]
@@ -51,18 +52,48 @@ __device__ Place place_of(const AppendParams& p, std::int64_t batch, std::int64_
   return place;
 }
 
-/// Eight angles from a table; consecutive where the pairs are apart.
-__device__ void load_angles(const float* table, int first, bool in_vectors, float (&x)[kRowWidth]) {
+/// cos and sin of a lane's eight elements of a row.
+struct Angles {
+  float cos[kRowWidth], sin[kRowWidth];
+};
+
+__device__ void load_table(const float* from, bool in_vectors, float (&x)[kRowWidth]) {
   if (in_vectors) {
-    const auto* const from = reinterpret_cast<const float4*>(table + first);
-    const float4 low = __ldg(from), high = __ldg(from + 1);
+    const float4 low = __ldg(reinterpret_cast<const float4*>(from));
+    const float4 high = __ldg(reinterpret_cast<const float4*>(from) + 1);
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     return;
   }
 #pragma unroll
   for (int i = 0; i < kRowWidth; ++i) {
-    x[i] = __ldg(table + first + i);
+    x[i] = __ldg(from + i);
+  }
+}
+
+/// Partners lie in a row as the elements do: eight of a lane are all of one half.
+__device__ bool apart(const AppendParams& p) {
+  return !p.interleaved && p.rotary_dim / 2 % kRowWidth == 0;
+}
+
+/// Those of the elements from `first` on, the same for every head of a token. Where pairs are
+/// apart but not in whole lanes, turn() reads each by itself.
+__device__ void load_angles(const AppendParams& p, std::int64_t position, int first,
+                            Angles& angles) {
+  const int half = p.rotary_dim / 2;
+  const float* const cos = p.cos + position * half;
+  const float* const sin = p.sin + position * half;
+  if (apart(p)) {
+    const int angle = first >= half ? first - half : first;
+    load_table(cos + angle, p.tables_in_vectors, angles.cos);
+    load_table(sin + angle, p.tables_in_vectors, angles.sin);
+  } else if (p.interleaved) {
+#pragma unroll
+    for (int i = 0; i < kRowWidth; ++i) {
+      const int angle = (first + i) / 2;
+      angles.cos[i] = angle < half ? __ldg(cos + angle) : 1.0f;
+      angles.sin[i] = angle < half ? __ldg(sin + angle) : 0.0f;
+    }
   }
 }
 
@@ -73,26 +104,22 @@ __device__ float turned(float x, float y, float cos, float sin, bool second) {
   return second ? __fadd_rn(along, across) : __fsub_rn(along, across);
 }
 
-/// The lane's elements [first, first + count) of a row that begins at `at`, turned.
-__device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, int first, int count,
-                     std::int64_t position, float (&x)[kRowWidth]) {
-  const int half = p.rotary_dim / 2;
-  if (first >= p.rotary_dim || count == 0) {
+/// The lane's elements [first, first + 8) of a row that begins at `at`, turned. `partners` are
+/// those that lie in another lane, where pairs are apart in whole lanes.
+template <bool kWide>
+__device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, int first,
+                     std::int64_t position, const Angles& angles, const Raw<kWide>& partners,
+                     float (&x)[kRowWidth]) {
+  if (first >= p.rotary_dim) {
     return;
   }
-  const float* const cos = p.cos + position * half;
-  const float* const sin = p.sin + position * half;
-  if (!p.interleaved && half % kRowWidth == 0) {  // partners and angles lie in a row as well
-    const bool second = first >= half;
-    const int partner = second ? first - half : first + half;
-    const int angle = second ? partner : first;
-    float y[kRowWidth], c[kRowWidth], s[kRowWidth];
-    load_eight(from, at + partner, kRowWidth, y);
-    load_angles(cos, angle, p.tables_in_vectors, c);
-    load_angles(sin, angle, p.tables_in_vectors, s);
+  const int half = p.rotary_dim / 2;
+  if (apart(p)) {
+    float y[kRowWidth];
+    unpack(from.dtype, partners, y);
 #pragma unroll
     for (int i = 0; i < kRowWidth; ++i) {
-      x[i] = turned(x[i], y[i], c[i], s[i], second);
+      x[i] = turned(x[i], y[i], angles.cos[i], angles.sin[i], first >= half);
     }
     return;
   }
@@ -104,10 +131,13 @@ __device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, i
 #pragma unroll
   for (int i = 0; i < kRowWidth; ++i) {
     const int d = first + i;
-    if (d < p.rotary_dim) {
-      const tiles::RopePair pair = tiles::rope_pair(d, p.rotary_dim, p.interleaved);
-      const float y = p.interleaved ? before[i ^ 1] : element(from, at + pair.partner);
-      x[i] = turned(before[i], y, __ldg(cos + pair.angle), __ldg(sin + pair.angle), pair.second);
+    if (d < p.rotary_dim && p.interleaved) {
+      x[i] = turned(before[i], before[i ^ 1], angles.cos[i], angles.sin[i], i % 2 == 1);
+    } else if (d < p.rotary_dim) {
+      const tiles::RopePair pair = tiles::rope_pair(d, p.rotary_dim, false);
+      x[i] = turned(before[i], element(from, at + pair.partner),
+                    __ldg(p.cos + position * half + pair.angle),
+                    __ldg(p.sin + position * half + pair.angle), pair.second);
     }
   }
 }
@@ -125,87 +155,134 @@ __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
   return largest;
 }
 
+/// A row of a token: of k, of v or of q.
+struct TokenRow {
+  const AppendRows* rows = nullptr;
+  int kind = 0, head = 0;
+};
+__device__ TokenRow row_of(const AppendParams& p, int index) {
+  const int kind = index < p.k.heads ? 0 : index < 2 * p.k.heads ? 1 : 2;
+  return {kind == 0 ? &p.k : kind == 1 ? &p.v : &p.q, kind, index - kind * p.k.heads};
+}
+
+template <bool kWide>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams p) {
-  const int lane = static_cast<int>(threadIdx.x) & ((1 << p.lane_bits) - 1);
+  const int lanes = 1 << p.lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int first = lane * kRowWidth;
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const auto item = static_cast<unsigned>(thread >> p.lane_bits);
-  bool active = item < p.items;
-  const unsigned heads = 2 * p.k.heads + p.q.heads;
-  const unsigned token = item / heads;
-  const auto of_token = static_cast<int>(item - token * heads);
+  const int heads = 2 * p.k.heads + p.q.heads;
+  const auto groups = static_cast<unsigned>((heads + kRowsTogether - 1) / kRowsTogether);
+  const unsigned token = item / groups;
+  const auto first_row = static_cast<int>(item - token * groups) * kRowsTogether;
   const unsigned batch = token / p.seqlen;
   const auto i = static_cast<int>(token - batch * p.seqlen);
-  const int kind = of_token < p.k.heads ? 0 : of_token < 2 * p.k.heads ? 1 : 2;
-  const AppendRows& rows = kind == 0 ? p.k : kind == 1 ? p.v : p.q;
-  const int head = of_token - kind * p.k.heads;
-  const int first = lane * kRowWidth;
-  const int count = active ? lane_elements(first, rows.head_dim) : 0;
+  const bool exists = item < p.items;
 
-  // Independent of where the row goes: on its way first.
-  float x[kRowWidth] = {};
-  const std::int64_t at = active ? rows.from.at(batch, i, head) : 0;
-  if (count > 0) {
-    load_eight(rows.from, at + first, count, x);
+  // Independent of where the rows go: on their way first.
+  Raw<kWide> raw[kRowsTogether], partners[kRowsTogether];
+  const int half = p.rotary_dim / 2;
+  const bool whole = apart(p) && first < p.rotary_dim;
+#pragma unroll
+  for (int r = 0; r < kRowsTogether; ++r) {
+    const TokenRow row = row_of(p, first_row + r);
+    if (!exists || first_row + r >= heads) {
+      continue;
+    }
+    const std::int64_t at = row.rows->from.at(batch, i, row.head);
+    const int count = lane_elements(first, row.rows->head_dim);
+    if (count > 0) {
+      raw[r] = load_raw<kWide>(row.rows->from, at + first, count);
+    }
+    if (whole && row.kind != 1) {
+      partners[r] = load_raw<kWide>(row.rows->from,
+                                    at + (first >= half ? first - half : first + half), kRowWidth);
+    }
   }
-  Place place;
-  if (active) {
+  std::int64_t position = -1;
+  if (exists) {
     const std::int64_t fresh =
         p.seqused_new.data == nullptr ? p.seqlen : read_index(p.seqused_new, batch);
-    const std::int64_t position = read_index(p.seqused_kv, batch) + i;
-    active = i < fresh;
-    if (active) {
-      place = place_of(p, batch, position);
-      if (of_token == 0 && lane == 0 && place.batch < 0 && p.dropped != nullptr) {
-        atomicAdd(p.dropped + batch, 1);
-      }
-      if (kind == 2) {
-        place = has_angles(p, position) ? Place{batch, i} : Place{};
-      }
-      active = place.batch >= 0;
-      if (active && kind != 1) {
-        turn(p, rows.from, at, first, count, position, x);
-      }
+    position = i < fresh ? read_index(p.seqused_kv, batch) + i : -1;
+    if (i < fresh && first_row == 0 && lane == 0 && p.dropped != nullptr &&
+        place_of(p, batch, position).batch < 0) {
+      atomicAdd(p.dropped + batch, 1);
     }
   }
-  __syncwarp();  // q in place: partners have been read
+  const Place place = exists ? place_of(p, batch, position) : Place{};
+  const bool turns = p.rotary_dim > 0 && has_angles(p, position);
+  Angles angles = {};
+  if (turns && first < p.rotary_dim) {
+    load_angles(p, position, first, angles);
+  }
+  __syncwarp();  // q in place: partners that lie in other lanes have been read
 
-  float inverse =
-      rows.given == nullptr ? 1.0f : __frcp_rn(__ldg(rows.given + head * rows.given_stride));
-  if (p.k.computed.data != nullptr || p.v.computed.data != nullptr) {  // of the whole grid
-    const float largest = largest_of(x, 1 << p.lane_bits);
-    if (rows.computed.data != nullptr) {
-      const tiles::RowFactor factor = tiles::row_factor(
-          largest, rows.to.dtype == DType::int8 ? tiles::kInt8Limit : tiles::kE4m3Limit);
-      inverse = factor.inverse;
-      if (active && lane == 0) {
-        static_cast<float*>(rows.computed.data)[rows.computed.at(place.batch, place.row, head)] =
-            factor.scale;
+#pragma unroll
+  for (int r = 0; r < kRowsTogether; ++r) {
+    const TokenRow row = row_of(p, first_row + r);
+    const AppendRows& rows = *row.rows;
+    const bool there = exists && first_row + r < heads;
+    const Place to = row.kind < 2 ? place : turns ? Place{batch, i} : Place{};
+    const bool active = there && to.batch >= 0;
+    const int count = active ? lane_elements(first, rows.head_dim) : 0;
+    float x[kRowWidth];
+    unpack(rows.from.dtype, raw[r], x);
+    if (active && turns && row.kind != 1) {
+      turn(p, rows.from, rows.from.at(batch, i, row.head), first, position, angles, partners[r], x);
+    }
+    if (!apart(p)) {
+      __syncwarp();  // and those that turn() reads by itself
+    }
+    float inverse = 1;
+    if (active && rows.given != nullptr) {
+      inverse = __frcp_rn(__ldg(rows.given + row.head * rows.given_stride));
+    }
+    if (p.k.computed.data != nullptr || p.v.computed.data != nullptr) {  // of the whole grid
+      const float largest = largest_of(x, lanes);
+      if (rows.computed.data != nullptr) {
+        const tiles::RowFactor factor = tiles::row_factor(
+            largest, rows.to.dtype == DType::int8 ? tiles::kInt8Limit : tiles::kE4m3Limit);
+        inverse = factor.inverse;
+        if (active && lane == 0) {
+          static_cast<float*>(rows.computed.data)[rows.computed.at(to.batch, to.row, row.head)] =
+              factor.scale;
+        }
       }
     }
-  }
-  if (!active || count == 0) {
-    return;
-  }
-  if (rows.to.dtype == DType::int8 || rows.to.dtype == DType::e4m3) {
+    if (count > 0) {
+      if (rows.to.dtype == DType::int8 || rows.to.dtype == DType::e4m3) {
 #pragma unroll
-    for (float& value : x) {
-      value = __fmul_rn(value, inverse);
+        for (float& value : x) {
+          value = __fmul_rn(value, inverse);
+        }
+      }
+      store_eight(rows.to, rows.to.at(to.batch, to.row, row.head) + first, count, x);
     }
   }
-  store_eight(rows.to, rows.to.at(place.batch, place.row, head) + first, count, x);
+}
+
+template <bool kWide>
+Status launch_rows(AppendParams params, void* stream) {
+  constexpr int kLanesOfABlock = kThreads;
+  const std::int64_t items_per_block = kLanesOfABlock >> params.lane_bits;
+  void* arguments[] = {&params};
+  return launch(
+      reinterpret_cast<const void*>(&append_kernel<kWide>),
+      {.blocks = static_cast<unsigned>((params.items + items_per_block - 1) / items_per_block),
+       .threads = kThreads,
+       .stream = stream},
+      arguments);
 }
 
 }  // namespace
 
 Status launch_append(const AppendParams& params, void* stream) {
-  const std::int64_t rows_per_block = kThreads >> params.lane_bits;
-  void* arguments[] = {const_cast<AppendParams*>(&params)};
-  return launch(
-      reinterpret_cast<const void*>(&append_kernel),
-      {.blocks = static_cast<unsigned>((params.items + rows_per_block - 1) / rows_per_block),
-       .threads = kThreads,
-       .stream = stream},
-      arguments);
+  AppendParams grouped = params;
+  const int heads = 2 * params.k.heads + params.q.heads;
+  grouped.items = params.tokens * ((heads + kRowsTogether - 1) / kRowsTogether);
+  return params.k.from.dtype == DType::f32 ? launch_rows<true>(grouped, stream)
+                                           : launch_rows<false>(grouped, stream);
 }
 
 }  // namespace rafter::cuda
