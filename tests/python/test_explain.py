@@ -126,16 +126,3 @@ def test_what_attention_does_not_need_is_imported_when_asked_for():
     assert result.stdout.strip() == expected, result.stderr
     with pytest.raises(AttributeError, match="no attribute 'abacus'"):
         rafter.abacus
-
-
-def examples():
-    """The Python of the documents; ```python notest``` is not run."""
-    for name in ("README.md", "docs/python.md"):
-        for i, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)):
-            yield pytest.param(code, id=f"{name}-{i}")
-
-
-@pytest.mark.parametrize("code", [*examples()])
-def test_the_examples_of_the_documents_run(code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "example", "exec"), {})
