@@ -83,6 +83,26 @@ __device__ inline void fence_shared_to_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/// Orders this thread's accesses to memory in both proxies, ordinary ones and those of the copy
+/// engine. PTX ISA: fence.proxy.async.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+/// A word in global memory that hands something on to another CTA: what came before the release is
+/// seen after the acquire. PTX ISA: st, ld.
+__device__ inline void store_release(unsigned* word, unsigned value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)),
+               "r"(value)
+               : "memory");
+}
+__device__ inline unsigned load_acquire(const unsigned* word) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+
 /// All warps of a warpgroup. PTX ISA: setmaxnreg.
 template <int kRegisters>
 __device__ inline void give_registers_back() {

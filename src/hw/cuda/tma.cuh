@@ -36,6 +36,33 @@ __device__ inline void tma_store(const CUtensorMap& map, std::uint32_t source, i
       : "memory");
 }
 
+/// One thread. Copies `bytes` (a multiple of 16) from global to shared memory, both aligned to 16
+/// bytes, and completes them on `barrier`. PTX ISA: cp.async.bulk.
+__device__ inline void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
+                                 std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+/// The way back. Pairs with tma_commit_stores(). PTX ISA: cp.async.bulk.
+__device__ inline void bulk_store(void* destination, std::uint32_t source, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(destination)),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
+/// As bulk_store(), of f32 that are added to what is there. PTX ISA: cp.reduce.async.bulk.
+__device__ inline void bulk_add(float* destination, std::uint32_t source, std::uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(destination)),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
 /// Closes this thread's group of stores. PTX ISA: cp.async.bulk.commit_group.
 __device__ inline void tma_commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -44,6 +71,11 @@ __device__ inline void tma_commit_stores() {
 /// Waits until this thread's stores have read shared memory. PTX ISA: cp.async.bulk.wait_group.
 __device__ inline void tma_wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/// Waits until this thread's stores and additions are done. PTX ISA: cp.async.bulk.wait_group.
+__device__ inline void tma_wait_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 }  // namespace rafter::cuda

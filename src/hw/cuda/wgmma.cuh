@@ -42,7 +42,8 @@ __device__ inline void keep_in_place(std::uint32_t (&registers)[kCount]) {
 }
 
 /// mma<dtype, N>: the instruction of one shape.
-///   shared(d, a, b)     A and B K-major in shared memory, by descriptor; kAdd false: D = A B
+///   shared(d, a, b)     A and B in shared memory, by descriptor: K-major, or MN-major where said;
+///                       kAdd false: D = A B
 ///   registers_k_major(d, a, b)  A from registers, B K-major; kAdd as above
 ///   registers(d, a, b)  A from registers, B MN-major in shared memory; D += A B
 template <DType kDType, int kN>
@@ -51,7 +52,8 @@ struct Mma;
 #define RAFTER_ACC8(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define RAFTER_ACC32 RAFTER_ACC8(0), RAFTER_ACC8(8), RAFTER_ACC8(16), RAFTER_ACC8(24)
+#define RAFTER_ACC16 RAFTER_ACC8(0), RAFTER_ACC8(8)
+#define RAFTER_ACC32 RAFTER_ACC16, RAFTER_ACC8(16), RAFTER_ACC8(24)
 #define RAFTER_ACC40 RAFTER_ACC32, RAFTER_ACC8(32)
 #define RAFTER_ACC48 RAFTER_ACC40, RAFTER_ACC8(40)
 #define RAFTER_ACC64 RAFTER_ACC48, RAFTER_ACC8(48), RAFTER_ACC8(56)
@@ -61,9 +63,8 @@ struct Mma;
 #define RAFTER_ACC128 \
   RAFTER_ACC96, RAFTER_ACC8(96), RAFTER_ACC8(104), RAFTER_ACC8(112), RAFTER_ACC8(120)
 
-#define RAFTER_D32                                                             \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20," \
-  "%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define RAFTER_D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define RAFTER_D32 RAFTER_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define RAFTER_D40 RAFTER_D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define RAFTER_D48 RAFTER_D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define RAFTER_D64 RAFTER_D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -79,14 +80,15 @@ struct Mma;
 #define RAFTER_MMA(dtype, type, n, count, i0, i1, i2, i3, i4, i5)                                  \
   template <>                                                                                      \
   struct Mma<DType::dtype, n> {                                                                    \
-    template <bool kAdd>                                                                           \
+    template <bool kAdd, bool kMnMajorA = false, bool kMnMajorB = false>                           \
     __device__ static void shared(float (&d)[count], std::uint64_t a, std::uint64_t b) {           \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                        \
                    ", 0;\n"                                                                        \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type               \
-                   " {" RAFTER_D##count "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}"                 \
+                   " {" RAFTER_D##count "}, %" #i0 ", %" #i1 ", p, 1, 1, %" #i3 ", %" #i4 ";\n}"   \
                    : RAFTER_ACC##count                                                             \
-                   : "l"(a), "l"(b), "n"(kAdd ? 1 : 0)                                             \
+                   : "l"(a), "l"(b), "n"(kAdd ? 1 : 0), "n"(kMnMajorA ? 1 : 0),                    \
+                     "n"(kMnMajorB ? 1 : 0)                                                        \
                    : "memory");                                                                    \
     }                                                                                              \
     template <bool kAdd>                                                                           \
@@ -115,6 +117,7 @@ struct Mma;
   RAFTER_MMA(bf16, bf16, n, count, i0, i1, i2, i3, i4, i5) \
   RAFTER_MMA(f16, f16, n, count, i0, i1, i2, i3, i4, i5)
 
+RAFTER_MMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21)
 RAFTER_MMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37)
 RAFTER_MMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45)
 RAFTER_MMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53)
@@ -134,6 +137,7 @@ RAFTER_MMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133)
 #undef RAFTER_D48
 #undef RAFTER_D40
 #undef RAFTER_D32
+#undef RAFTER_D16
 #undef RAFTER_ACC128
 #undef RAFTER_ACC96
 #undef RAFTER_ACC88
@@ -142,6 +146,7 @@ RAFTER_MMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133)
 #undef RAFTER_ACC48
 #undef RAFTER_ACC40
 #undef RAFTER_ACC32
+#undef RAFTER_ACC16
 #undef RAFTER_ACC8
 
 /// Four 8×8 matrices of 16-bit elements: lane l gives the address of row l mod 8 of matrix l / 8.
