@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <utility>
 
+#include "rafter/measure.h"
 #include "support/oracle.h"
 #include "support/oracle_backward.h"
 #include "support/placed.h"
@@ -109,11 +111,13 @@ Scene make_scene(const Case& c, const BackwardValues& values, const RunOptions& 
   scene.q = place(nth_style(c.style, 0), p.dtype, batch, rows, p.heads_q, p.head_dim, fill);
   scene.k = place(nth_style(c.style, 1), p.dtype, batch, keys, heads_kv, p.head_dim, fill);
   scene.v = place(nth_style(c.style, 2), p.dtype, batch, keys, heads_kv, dim_v, fill);
-  scene.o = place(nth_style(c.style, 3), p.dtype, batch, rows, p.heads_q, dim_v, fill);
-  scene.d_o = place(nth_style(c.style, 4), p.dtype, batch, rows, p.heads_q, dim_v, fill);
-  scene.dq = place(nth_style(c.style, 5), out, batch, rows, p.heads_q, p.head_dim, fill);
-  scene.dk = place(nth_style(c.style, 6), out, batch, keys, heads_kv, p.head_dim, fill);
-  scene.dv = place(nth_style(c.style, 7), out, batch, keys, heads_kv, dim_v, fill);
+  const Style other = options.style_besides_qkv.value_or(c.style);
+  const DType o = options.f32_o ? DType::f32 : p.dtype;
+  scene.o = place(nth_style(other, 3), o, batch, rows, p.heads_q, dim_v, fill);
+  scene.d_o = place(nth_style(other, 4), o, batch, rows, p.heads_q, dim_v, fill);
+  scene.dq = place(nth_style(other, 5), out, batch, rows, p.heads_q, p.head_dim, fill);
+  scene.dk = place(nth_style(other, 6), out, batch, keys, heads_kv, p.head_dim, fill);
+  scene.dv = place(nth_style(other, 7), out, batch, keys, heads_kv, dim_v, fill);
   scene.lse = place_lse(batch, p.heads_q, rows, fill);
   scene.dlse = place_lse(batch, p.heads_q, rows, fill);
   write_tensor(scene, c.lengths_q, scene.q_starts, scene.q.view, values.in.q);
@@ -127,6 +131,59 @@ Scene make_scene(const Case& c, const BackwardValues& values, const RunOptions& 
   }
   return scene;
 }
+
+/// Memory of a case where its device can reach it: itself, or copies on a CUDA device.
+class Reach {
+ public:
+  explicit Reach(const Device& device) : device_(device) {}
+
+  /// Where `address` of the buffer is for the device.
+  template <typename T>
+  T* lend(GuardedBuffer& buffer, T* address) {
+    if (device_.kind == Device::Kind::cpu) {
+      return address;
+    }
+    const auto bytes = static_cast<std::int64_t>(buffer.bytes());
+    Result<DeviceMemory> memory = DeviceMemory::allocate(device_, std::max<std::int64_t>(bytes, 1));
+    if (!memory || !memory->upload(buffer.data(), bytes)) {
+      ADD_FAILURE() << "no device memory for " << bytes << " bytes";
+      return nullptr;
+    }
+    const auto offset =
+        reinterpret_cast<const std::byte*>(address) - static_cast<const std::byte*>(buffer.data());
+    copies_.emplace_back(&buffer, *memory);
+    return reinterpret_cast<T*>(static_cast<std::byte*>(memory->data()) + offset);
+  }
+  TensorView lend(Placed& placed) {
+    TensorView view = placed.view;
+    view.data = lend(placed.buffer, static_cast<std::byte*>(view.data));
+    return view;
+  }
+  LseView lend(PlacedLse& placed) {
+    LseView view = placed.view;
+    view.data = lend(placed.buffer, view.data);
+    return view;
+  }
+  IndexView lend(Indices& indices) {
+    IndexView view = indices.view;
+    if (view.data != nullptr) {
+      view.data = lend(indices.buffer, static_cast<const std::byte*>(view.data));
+    }
+    return view;
+  }
+  /// Everything back; waits for the device.
+  void fetch() const {
+    for (const auto& [buffer, memory] : copies_) {
+      const Status status =
+          memory.download(buffer->data(), static_cast<std::int64_t>(buffer->bytes()));
+      EXPECT_TRUE(status.is_ok()) << status.message();
+    }
+  }
+
+ private:
+  Device device_;
+  std::vector<std::pair<GuardedBuffer*, DeviceMemory>> copies_;
+};
 
 /// Takes a gradient out of its tensor; every byte that belongs to no row must still be the fill.
 std::vector<float> take(const char* name, const Scene& scene,
@@ -233,26 +290,30 @@ Status try_backward(const Case& c, const BackwardValues& values, const RunOption
                     Gradients& gradients) {
   Scene scene = make_scene(c, values, options);
   const Result<Plan> planned =
-      plan(scene.problem, Device::cpu(),
+      plan(scene.problem, options.device,
            {.pass = Pass::backward, .kernel = options.kernel, .threads = options.threads});
   if (!planned) {
     return planned.status();
   }
   EXPECT_EQ(planned->kernel(), options.kernel);
   GuardedBuffer workspace(static_cast<std::size_t>(planned->workspace_bytes()), options.fill);
-  const BackwardInputs in{.q = scene.q.view,
-                          .k = scene.k.view,
-                          .v = scene.v.view,
-                          .o = scene.o.view,
-                          .lse = scene.lse.view,
-                          .d_o = scene.d_o.view,
-                          .dlse = values.dlse.empty() ? LseView{} : scene.dlse.view,
-                          .cu_seqlens_q = scene.cu_q.view,
-                          .cu_seqlens_kv = scene.cu_kv.view,
-                          .seqused_kv = scene.used.view};
+  Reach reach(options.device);
+  const BackwardInputs in{.q = reach.lend(scene.q),
+                          .k = reach.lend(scene.k),
+                          .v = reach.lend(scene.v),
+                          .o = reach.lend(scene.o),
+                          .lse = reach.lend(scene.lse),
+                          .d_o = reach.lend(scene.d_o),
+                          .dlse = values.dlse.empty() ? LseView{} : reach.lend(scene.dlse),
+                          .cu_seqlens_q = reach.lend(scene.cu_q),
+                          .cu_seqlens_kv = reach.lend(scene.cu_kv),
+                          .seqused_kv = reach.lend(scene.used)};
+  const BackwardOutputs out{reach.lend(scene.dq), reach.lend(scene.dk), reach.lend(scene.dv)};
   const Status status =
-      planned->backward(in, {scene.dq.view, scene.dk.view, scene.dv.view},
-                        {workspace.data(), static_cast<std::int64_t>(workspace.bytes())});
+      planned->backward(in, out,
+                        {reach.lend(workspace, static_cast<std::byte*>(workspace.data())),
+                         static_cast<std::int64_t>(workspace.bytes())});
+  reach.fetch();
   EXPECT_TRUE(workspace.intact()) << "the workspace was left";
   if (status) {
     gradients.dq = take("dq", scene, c.lengths_q, scene.q_starts, scene.dq, options.fill);

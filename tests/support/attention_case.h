@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -85,6 +86,9 @@ struct RunOptions {
   Device device = {};
   Forward forward = {};  // on the CPU: Plan::forward
   std::vector<WrongPage> wrong_pages = {};
+  // run_backward() only:
+  std::optional<Style> style_besides_qkv = {};  // of o, d_o and the gradients; default: the case's
+  bool f32_o = false;                           // o and d_o in f32, else in the problem's dtype
 };
 
 /// Runs a case through plan and forward; fails the test on any error or a broken guard band.

@@ -7,6 +7,7 @@
 
 #include "base/checked.h"
 #include "kernels/cuda/accepts_sm90.h"
+#include "kernels/cuda/score_problem.h"
 #include "tiles/sm90_half_fused.h"
 
 namespace rafter::cuda {
@@ -199,29 +200,9 @@ ScoreCall::ScoreCall(const ForwardCall& call, Pipeline pipeline)
       sizes_(*score_sizes(call.problem, pipeline)),  // accepts() has seen that there are some
       workspace_(aligned(call.workspace.data)) {
   const AttentionProblem& p = attention_;
-  const auto window = [](std::int64_t w) {
-    return static_cast<int>(std::min(w, kMaxLength));  // wider sees no more
-  };
-  const auto indices = [](const IndexView& view) {
-    return DeviceIndices{view.data, view.dtype == DType::i64};
-  };
-  constexpr float kTwoLog2E = 2 * 1.44269504088896341f;
-  const std::int64_t group = p.heads_q / p.heads_kv;
-  order_ = tiles::pair_order(p.batch, p.heads_q, group);
-  problem_ = {.cu_seqlens_q = indices(call.in.cu_seqlens_q),
-              .cu_seqlens_kv = indices(call.in.cu_seqlens_kv),
-              .seqused_kv = indices(call.in.seqused_kv),
-              .batch = p.batch,
-              .heads_q = p.heads_q,
-              .group = group,
-              .batch_fastest = order_.batch_fastest,
-              .seqlen_q = static_cast<int>(p.seqlen_q),
-              .seqlen_kv = static_cast<int>(p.seqlen_kv),
-              .window_left = window(p.mask.window_left),
-              .window_right = window(p.mask.window_right),
-              .top_left = p.mask.align == MaskAlign::top_left,
-              .cap = p.softcap,
-              .cap_exponent = p.softcap > 0 ? kTwoLog2E / p.softcap : 0};
+  order_ = tiles::pair_order(p.batch, p.heads_q, p.heads_q / p.heads_kv);
+  problem_ = score_problem(p, call.in);
+  problem_.batch_fastest = order_.batch_fastest;
   q_ = workspace_ + sizes_.score_bytes + kMatmulWorkspaceBytes;
   k_ = q_ + sizes_.q_bytes;
   v_ = k_ + sizes_.k_bytes;

@@ -1,0 +1,294 @@
+// The passes before and after the fused backward kernel for sm_90a, a CTA per query tile and head.
+//   rows: lse in log2 units and delta = rowsum(dO ∘ O) − dlse; where asked, a copy of dO in 16 bits
+//   dq:   the sums of dQ, as accumulators lie, to rows of dQ
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/backward_sm90.h"
+#include "kernels/cuda/scores.cuh"
+
+namespace rafter::cuda {
+namespace {
+
+/// The query tile of a slot and a head; first_row ≥ seqlen_q: none.
+struct SlotTile {
+  ScoreSequence sequence;
+  int head, first_row;
+  std::int64_t index;  // slot · heads_q + head
+};
+
+__device__ SlotTile tile_of(const BackwardParams& params, std::int64_t index, int tile_q) {
+  const ScoreProblem& p = params.problem;
+  const std::int64_t slot = index / p.heads_q;
+  std::int64_t b = 0;
+  std::int64_t first = 0;
+  if (p.cu_seqlens_q.data == nullptr) {
+    const int blocks = (p.seqlen_q + tile_q - 1) / tile_q;
+    b = slot / blocks;
+    first = b * blocks;
+  } else {
+    std::int64_t end = p.batch;  // the last sequence whose first slot is not behind this one
+    while (end - b > 1) {
+      const std::int64_t middle = (b + end) / 2;
+      const std::int64_t row = read_index(p.cu_seqlens_q, middle);
+      (tiles::first_slot(true, middle, row, 0, tile_q) <= slot ? b : end) = middle;
+    }
+    first = tiles::first_slot(true, b, read_index(p.cu_seqlens_q, b), 0, tile_q);
+  }
+  return {sequence_of(p, b), static_cast<int>(index - slot * p.heads_q),
+          static_cast<int>((slot - first) * tile_q), index};
+}
+
+__device__ std::int64_t offset_in(const PlainTensor& t, const ScoreSequence& s, int row, int head) {
+  return s.batch * t.stride_batch + (s.row_q + row) * t.stride_seqlen + head * t.stride_heads;
+}
+
+/// Eight elements as floats.
+struct Eight {
+  float x[8];
+};
+
+template <DType kDType>
+__device__ Eight unpack_eight(const uint4& bits) {
+  const std::uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+  Eight out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 two = unpack<kDType>(pairs[i]);
+    out.x[2 * i] = two.x;
+    out.x[2 * i + 1] = two.y;
+  }
+  return out;
+}
+
+template <DType kDType>
+__device__ uint4 pack_eight(const Eight& eight) {
+  return {pack<kDType>(eight.x[0], eight.x[1]), pack<kDType>(eight.x[2], eight.x[3]),
+          pack<kDType>(eight.x[4], eight.x[5]), pack<kDType>(eight.x[6], eight.x[7])};
+}
+
+/// Of any tensor.
+template <DType kDType>
+__device__ Eight load_eight(const PlainTensor& t, std::int64_t at) {
+  Eight out;
+  if (t.is_f32) {
+    const float* const from = static_cast<const float*>(t.data) + at;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      out.x[i] = from[i];
+    }
+    return out;
+  }
+  const std::uint16_t* const from = static_cast<const std::uint16_t*>(t.data) + at;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const float2 two = unpack<kDType>(from[i] | static_cast<std::uint32_t>(from[i + 1]) << 16);
+    out.x[i] = two.x;
+    out.x[i + 1] = two.y;
+  }
+  return out;
+}
+
+__device__ float dot(const Eight& a, const Eight& b) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sum = fmaf(a.x[i], b.x[i], sum);
+  }
+  return sum;
+}
+
+/// kLanes lanes a row, eight elements each; kRows rows a thread, whose loads are in flight
+/// together.
+template <DType kDType, int kLanes>
+__global__ void __launch_bounds__(256)
+    backward_rows_kernel(const __grid_constant__ BackwardParams params,
+                         const __grid_constant__ BackwardRowInputs in, int tile_q) {
+  constexpr int kStep = 256 / kLanes, kRows = 4;
+  const ScoreProblem& p = params.problem;
+  const SlotTile tile = tile_of(params, blockIdx.x, tile_q);
+  const int column = 8 * (static_cast<int>(threadIdx.x) % kLanes);
+  const bool in_row = column < params.head_dim_v;
+  const bool plain = in.d_o_copy == nullptr && !in.o.is_f32 && in.o.aligned && in.d_o.aligned;
+  float* const rows = params.rows + tile.index * 2 * tile_q;
+  const auto at = [&tile](const LseTarget& l, int row) {
+    return l.data[tile.sequence.batch * l.stride_batch + tile.head * l.stride_heads +
+                  (tile.sequence.row_q + row) * l.stride_seqlen];
+  };
+  for (int first = static_cast<int>(threadIdx.x) / kLanes; first < tile_q; first += kRows * kStep) {
+    float delta[kRows], lse[kRows];
+    uint4 o[kRows], d_o[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = tile.first_row + first + i * kStep;
+      const bool owned = first + i * kStep < tile_q && row < tile.sequence.seqlen_q;
+      delta[i] = 0;
+      lse[i] = INFINITY;  // P = 2^(score − lse) is 0
+      o[i] = d_o[i] = {0, 0, 0, 0};
+      if (owned && column == 0) {
+        const float value = at(in.lse, row);
+        lse[i] = value == -INFINITY ? INFINITY : value * kLog2E;
+      }
+      if (owned && in_row && plain) {
+        o[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(in.o.data) +
+                                               offset_in(in.o, tile.sequence, row, tile.head) +
+                                               column);
+        d_o[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(in.d_o.data) +
+                                                 offset_in(in.d_o, tile.sequence, row, tile.head) +
+                                                 column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = tile.first_row + first + i * kStep;
+      const bool owned = first + i * kStep < tile_q && row < tile.sequence.seqlen_q;
+      if (plain) {
+        delta[i] = dot(unpack_eight<kDType>(o[i]), unpack_eight<kDType>(d_o[i]));
+      } else if (owned && in_row) {
+        const uint4 rounded = pack_eight<kDType>(
+            load_eight<kDType>(in.d_o, offset_in(in.d_o, tile.sequence, row, tile.head) + column));
+        if (in.d_o_copy != nullptr) {
+          const std::int64_t to = tile.sequence.batch * p.seqlen_q + tile.sequence.row_q + row;
+          *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(in.d_o_copy) +
+                                    (to * p.heads_q + tile.head) * params.head_dim_v + column) =
+              rounded;
+        }
+        // With dO as the products will see it.
+        delta[i] =
+            dot(load_eight<kDType>(in.o, offset_in(in.o, tile.sequence, row, tile.head) + column),
+                unpack_eight<kDType>(rounded));
+      }
+#pragma unroll
+      for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+        delta[i] += __shfl_xor_sync(~0u, delta[i], lanes);
+      }
+      if (column == 0 && first + i * kStep < tile_q) {
+        rows[first + i * kStep] = lse[i];
+        rows[tile_q + first + i * kStep] =
+            delta[i] - (owned && in.dlse.data != nullptr ? at(in.dlse, row) : 0.0f);
+      }
+    }
+  }
+}
+
+/// Eight elements of a row of dQ.
+template <DType kDType>
+__device__ void store_eight(const PlainTensor& t, std::int64_t at, const Eight& eight) {
+  const float(&x)[8] = eight.x;
+  if (t.is_f32) {
+    float* const to = static_cast<float*>(t.data) + at;
+    if (t.aligned) {
+      reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
+      reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      to[i] = x[i];
+    }
+    return;
+  }
+  std::uint16_t* const to = static_cast<std::uint16_t*>(t.data) + at;
+  const uint4 bits = pack_eight<kDType>(eight);
+  if (t.aligned) {
+    *reinterpret_cast<uint4*>(to) = bits;
+    return;
+  }
+  const std::uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = static_cast<std::uint16_t>(pairs[i]);
+    to[2 * i + 1] = static_cast<std::uint16_t>(pairs[i] >> 16);
+  }
+}
+
+template <DType kDType>
+__global__ void __launch_bounds__(128)
+    backward_dq_kernel(const __grid_constant__ BackwardParams params,
+                       tiles::Sm90BackwardRow shape) {
+  constexpr int kPart = tiles::Sm90BackwardRow::kPart, kStride = kPart + 4;
+  __shared__ float4 staged[kPart * kStride / 4];
+  float* const tile_rows = reinterpret_cast<float*>(staged);
+  const int part = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.parts()));
+  const SlotTile tile =
+      tile_of(params, blockIdx.x / static_cast<unsigned>(shape.parts()), shape.tile_q);
+  const int first_row = tile.first_row + shape.part_row(part);
+  const int first_column = shape.part_column(part);
+  if (first_row >= tile.sequence.seqlen_q || first_column >= params.head_dim) {
+    return;
+  }
+  const int end = min(tile.first_row + shape.tile_q, tile.sequence.seqlen_q);
+  const bool any = mask_of(params.problem, tile.sequence).hull(tile.first_row, end).size() > 0;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int row = thread / 32 * 16 + lane / 4;
+  const float4* const sums =
+      reinterpret_cast<const float4*>(params.dq_sums) +
+      (tile.index * shape.parts() + part) * (tiles::Sm90BackwardRow::kPartFloats / 4);
+#pragma unroll
+  for (int i = 0; i < kPart / 8; ++i) {
+    // no key is seen: nothing was added
+    const float4 four = any ? sums[i * 128 + thread] : float4{0, 0, 0, 0};
+    const int column = 8 * i + 2 * (lane % 4);
+    *reinterpret_cast<float2*>(tile_rows + row * kStride + column) = {
+        four.x * params.softmax_scale, four.y * params.softmax_scale};
+    *reinterpret_cast<float2*>(tile_rows + (row + 8) * kStride + column) = {
+        four.z * params.softmax_scale, four.w * params.softmax_scale};
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kPart * kPart / 8 / 128; ++i) {
+    const int chunk = i * 128 + thread;
+    const int r = chunk / 8, column = chunk % 8 * 8;
+    if (first_row + r >= tile.sequence.seqlen_q || first_column + column >= params.head_dim) {
+      continue;
+    }
+    Eight x;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      x.x[e] = tile_rows[r * kStride + column + e];
+    }
+    store_eight<kDType>(
+        params.dq,
+        offset_in(params.dq, tile.sequence, first_row + r, tile.head) + first_column + column, x);
+  }
+}
+
+}  // namespace
+
+template <DType kDType>
+Status launch_backward_rows(const BackwardParams& params, const BackwardRowInputs& in, int row,
+                            void* stream) {
+  int tile_q = tiles::kSm90BackwardRows[row].tile_q;
+  void* arguments[] = {const_cast<BackwardParams*>(&params), const_cast<BackwardRowInputs*>(&in),
+                       &tile_q};
+  const int head_dim = tiles::kSm90BackwardRows[row].head_dim;
+  const void* const kernel =
+      head_dim == 64    ? reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 8>)
+      : head_dim == 128 ? reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 16>)
+                        : reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 32>);
+  return launch(kernel,
+                {.blocks = static_cast<unsigned>(params.slots * params.problem.heads_q),
+                 .threads = 256,
+                 .stream = stream},
+                arguments);
+}
+
+template <DType kDType>
+Status launch_backward_dq(const BackwardParams& params, int row, void* stream) {
+  tiles::Sm90BackwardRow shape = tiles::kSm90BackwardRows[row];
+  void* arguments[] = {const_cast<BackwardParams*>(&params), &shape};
+  return launch(
+      reinterpret_cast<const void*>(&backward_dq_kernel<kDType>),
+      {.blocks = static_cast<unsigned>(params.slots * params.problem.heads_q * shape.parts()),
+       .threads = 128,
+       .stream = stream},
+      arguments);
+}
+
+template Status launch_backward_rows<DType::bf16>(const BackwardParams&, const BackwardRowInputs&,
+                                                  int, void*);
+template Status launch_backward_rows<DType::f16>(const BackwardParams&, const BackwardRowInputs&,
+                                                 int, void*);
+template Status launch_backward_dq<DType::bf16>(const BackwardParams&, int, void*);
+template Status launch_backward_dq<DType::f16>(const BackwardParams&, int, void*);
+
+}  // namespace rafter::cuda
