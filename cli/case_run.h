@@ -24,11 +24,14 @@ struct CaseOutput {
   std::vector<float> o, lse;
 };
 
+/// forward_reference, sequence by sequence, dense and contiguous.
+Result<CaseOutput> reference_output(const AttentionCase& c, DType dtype, const CaseValues& values);
+
 /// What is expected and how far a kernel may be from it: 1.5 times the error of the three-step
 /// computation in the same dtype with softmax in f32 (the worst of its orders of operations), plus
 /// 4 ulp of f32 of the largest value.
 struct Expectation {
-  CaseOutput reference;  // forward_reference, sequence by sequence, dense and contiguous
+  CaseOutput reference;
   double o_bound = 0, lse_bound = 0;
 };
 Result<Expectation> expectation_of(const AttentionCase& c, DType dtype, const CaseValues& values);

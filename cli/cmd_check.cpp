@@ -2,10 +2,12 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <map>
 
 #include "cli/args.h"
+#include "cli/case_backward.h"
 #include "cli/case_run.h"
 #include "cli/cases.h"
 #include "cli/kernel_flag.h"
@@ -35,24 +37,28 @@ struct Outcome {
   std::vector<Note> failures, refusals;
 };
 
-/// A kernel must give the same bits again with one thread and other garbage around the data.
-std::string check_one(const AttentionCase& c, DType dtype, const CaseValues& values,
-                      const Expectation& expected, const KernelInfo& kernel, bool& refused) {
+/// Why a run did not pass. The strides that a GPU kernel cannot read are only known when it runs.
+bool is_refusal(const Status& status, const Device& device) {
+  return status.code() == StatusCode::kUnsupported ||
+         (device.kind == Device::Kind::cuda && status.code() == StatusCode::kInvalidArgument);
+}
+
+/// What a kernel gives must be near what is expected, and the same bits again with one thread and
+/// other garbage around the data. `run` runs it, of either pass.
+template <typename Expected, typename Run>
+std::string check_one(const AttentionCase& c, const Expected& expected, const KernelInfo& kernel,
+                      bool& refused, Run run) {
   const Device device{kernel.device, 0};
-  const Result<CaseOutput> output =
-      run_case(c, dtype, values, {.kernel = kernel.name, .device = device});
+  const auto output = run(CaseRun{.kernel = kernel.name, .device = device});
   if (!output) {
-    // The strides that a GPU kernel cannot read are only known when it runs.
-    const StatusCode code = output.status().code();
-    refused = code == StatusCode::kUnsupported ||
-              (device.kind == Device::Kind::cuda && code == StatusCode::kInvalidArgument);
+    refused = is_refusal(output.status(), device);
     return output.status().message();
   }
   if (std::string worst = difference(c, *output, expected); !worst.empty()) {
     return worst;
   }
-  const Result<CaseOutput> again = run_case(
-      c, dtype, values, {.kernel = kernel.name, .threads = 1, .poison = 0, .device = device});
+  const auto again =
+      run(CaseRun{.kernel = kernel.name, .threads = 1, .poison = 0, .device = device});
   if (!again) {
     return again.status().message();
   }
@@ -61,13 +67,16 @@ std::string check_one(const AttentionCase& c, DType dtype, const CaseValues& val
                       : "one thread, and zeros for NaN around the data, change the bits: " + bits;
 }
 
-void check_case(const AttentionCase& c, DType dtype, const std::vector<KernelInfo>& kernels,
-                Outcome& outcome) {
-  const CaseValues values = make_values(c, dtype);
-  const Expectation expected = value_or_fail(expectation_of(c, dtype, values));
+/// Every kernel of a pass on a case.
+template <typename Expected, typename Run>
+void check_kernels(const AttentionCase& c, DType dtype, Pass pass, const Expected& expected,
+                   const std::vector<KernelInfo>& kernels, Outcome& outcome, Run run) {
   for (const KernelInfo& kernel : kernels) {
+    if (kernel.pass != pass) {
+      continue;
+    }
     bool refused = false;
-    const std::string problem = check_one(c, dtype, values, expected, kernel, refused);
+    const std::string problem = check_one(c, expected, kernel, refused, run);
     Tally& tally = outcome.by_kernel[kernel.name];
     if (problem.empty()) {
       ++tally.passed;
@@ -76,6 +85,27 @@ void check_case(const AttentionCase& c, DType dtype, const std::vector<KernelInf
     ++(refused ? tally.refused : tally.failed);
     (refused ? outcome.refusals : outcome.failures)
         .push_back({kernel.name, c.name, to_string(dtype), problem});
+  }
+}
+
+bool any_of(const std::vector<KernelInfo>& kernels, Pass pass) {
+  return std::any_of(kernels.begin(), kernels.end(),
+                     [pass](const KernelInfo& kernel) { return kernel.pass == pass; });
+}
+
+void check_case(const AttentionCase& c, DType dtype, const std::vector<KernelInfo>& kernels,
+                Outcome& outcome) {
+  if (any_of(kernels, Pass::forward)) {
+    const CaseValues values = make_values(c, dtype);
+    const Expectation expected = value_or_fail(expectation_of(c, dtype, values));
+    check_kernels(c, dtype, Pass::forward, expected, kernels, outcome,
+                  [&](const CaseRun& run) { return run_case(c, dtype, values, run); });
+  }
+  if (any_of(kernels, Pass::backward) && runs_backward(c)) {
+    const BackwardValues values = value_or_fail(make_backward_values(c, dtype));
+    const GradientExpectation expected = value_or_fail(expectation_of(c, dtype, values));
+    check_kernels(c, dtype, Pass::backward, expected, kernels, outcome,
+                  [&](const CaseRun& run) { return run_backward(c, dtype, values, run); });
   }
 }
 
@@ -100,6 +130,7 @@ void print(const std::vector<KernelInfo>& kernels, const std::vector<std::string
     sum.failed += tally.failed;
     sum.refused += tally.refused;
     rows.push_back({{"kernel", kernel.name},
+                    {"pass", to_string(kernel.pass)},
                     {"pipeline", to_string(kernel.pipeline)},
                     {"instruction_set", kernel.instruction_set},
                     {"passed", tally.passed},
@@ -157,17 +188,17 @@ void check_all(const CheckFlags& flags, Context& context) {
     if (!flags.device.empty() && flags.device != to_string(kernel.device)) {
       continue;
     }
-    if (kernel.pass == Pass::forward && kernel.machine_has) {
+    if (kernel.machine_has) {
       kernels.push_back(std::move(kernel));
     } else {
-      absent.push_back(fmt::format(
-          "not run: {}: {}", kernel.name,
-          kernel.machine_has ? "check does not run the backward pass yet" : kernel.machine_reason));
+      absent.push_back(fmt::format("not run: {}: {}", kernel.name, kernel.machine_reason));
     }
   }
   if (kernels.empty()) {
-    fail_flag("--kernel", flags.kernel,
-              "a kernel of the forward pass (check does not run the backward pass yet)");
+    fail_flag("--kernel", flags.kernel, "a kernel of --device " + flags.device);
+  }
+  if (!any_of(kernels, Pass::forward) && std::none_of(cases.begin(), cases.end(), runs_backward)) {
+    fail_flag("--case", flags.only, "a case that is run backward: small, not paged, without int8");
   }
   Outcome outcome;
   for (const KernelInfo& kernel : kernels) {
@@ -199,6 +230,7 @@ void add_check(CLI::App& app, Context& context) {
       {"rafter check", "every kernel of this machine on every case; exit 1 when one fails"},
       {"rafter check --device cuda", "those of the GPU; exit 77 where there is none"},
       {"rafter check --kernel forward_simd_avx2 --format json", "one kernel, for a program"},
+      {"rafter check --kernel backward_sm90 --device cuda", "the gradients, on a GPU"},
   }));
   add_kernel(*command, flags->kernel, "only this kernel (rafter kernels lists them)");
   add_choice(*command, "--device", flags->device, {"cpu", "cuda"},

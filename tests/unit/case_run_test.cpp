@@ -8,6 +8,8 @@
 #include <limits>
 #include <set>
 
+#include "cli/case_backward.h"
+
 namespace rafter::cli {
 namespace {
 
@@ -112,6 +114,41 @@ TEST(Cases, AMaskLeftOutIsSeen) {
   const auto output = run_case(c, DType::bf16, values, {.kernel = "forward_reference"});
   ASSERT_TRUE(output.is_ok()) << output.status().message();
   EXPECT_NE(difference(c, *output, *expected), "");
+}
+
+// As tight as f32, and a fault of one element of any gradient is seen.
+TEST(BackwardCases, AnErrorAboveTheBoundIsSeenAndOneBelowIsNot) {
+  std::int64_t cases = 0;
+  for (const AttentionCase& c : attention_cases()) {
+    cases += runs_backward(c) ? 1 : 0;
+  }
+  EXPECT_GT(cases, 40);
+  const AttentionCase& c = named("packed_seqused");
+  ASSERT_TRUE(runs_backward(c));
+  const auto values = make_backward_values(c, DType::f32);
+  ASSERT_TRUE(values.is_ok());
+  const auto expected = expectation_of(c, DType::f32, *values);
+  ASSERT_TRUE(expected.is_ok());
+  EXPECT_LT(expected->dq_bound, 1e-3);
+  EXPECT_LT(expected->dk_bound, 1e-3);
+  EXPECT_LT(expected->dv_bound, 1e-3);
+  EXPECT_EQ(difference(c, expected->reference, *expected), "");
+  struct Part {
+    std::vector<float> CaseGradients::*gradient;
+    double bound;
+    const char* name;
+  };
+  for (const Part& part : {Part{&CaseGradients::dq, expected->dq_bound, "dq"},
+                           Part{&CaseGradients::dk, expected->dk_bound, "dk"},
+                           Part{&CaseGradients::dv, expected->dv_bound, "dv"}}) {
+    CaseGradients g = expected->reference;
+    float& element = (g.*part.gradient).back();
+    element += static_cast<float>(0.5 * part.bound);
+    EXPECT_EQ(difference(c, g, *expected), "");
+    EXPECT_THAT(bit_difference(c, g, expected->reference), HasSubstr(part.name));
+    element += static_cast<float>(4 * part.bound);
+    EXPECT_THAT(difference(c, g, *expected), HasSubstr(part.name));
+  }
 }
 
 }  // namespace
