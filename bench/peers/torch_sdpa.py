@@ -151,57 +151,74 @@ def gemm_case(size=8192):
     return dict(m=size, n=size, k=size, dtype="bf16"), {"torch_matmul": lambda: torch.matmul(a, b)}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_arguments(parser, groups):
     parser.add_argument("library")
     parser.add_argument("--out")
     parser.add_argument("--repeats", type=int, default=15)
-    groups = ["gemm", "table", "heads32", "gqa", "d256", "f16", "packed"]
     parser.add_argument("--cells", default=",".join(groups), help="groups of rows, in commas")
     parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    wanted = arguments.cells.split(",")
-    if unknown := set(wanted) - set(groups):
-        parser.error(f"--cells: {', '.join(sorted(unknown))} given; {', '.join(groups)} allowed")
-    forward = ctypes.CDLL(arguments.library).rafter_forward
-    flush = torch.empty(32 << 20, dtype=torch.int64, device="cuda")
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm",
-             "--format=csv,noheader,nounits"]
-    device, driver, clock = subprocess.run(query, capture_output=True, text=True,
-                                           check=True).stdout.split("\n")[0].split(", ")
-    context = {"record": "bench", "commit": arguments.commit, "device": device, "driver": driver,
-               "clock_max_hz": float(clock) * 1e6, "torch": torch.__version__,
-               "cudnn": torch.backends.cudnn.version(), "state": "burst, L2 flushed by reading"}
+    parser.set_defaults(parser=parser, groups=groups)
 
-    def report(group, case, pipeline, times, work):
+
+class Recorder:
+    """Times candidates and appends a record of each to --out."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.wanted = arguments.cells.split(",")
+        if unknown := set(self.wanted) - set(arguments.groups):
+            arguments.parser.error(f"--cells: {', '.join(sorted(unknown))} given; "
+                                   f"{', '.join(arguments.groups)} allowed")
+        self.flush = torch.empty(32 << 20, dtype=torch.int64, device="cuda")
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm",
+                 "--format=csv,noheader,nounits"]
+        device, driver, clock = subprocess.run(query, capture_output=True, text=True,
+                                               check=True).stdout.split("\n")[0].split(", ")
+        self.context = {"record": "bench", "commit": arguments.commit, "device": device,
+                        "driver": driver, "clock_max_hz": float(clock) * 1e6,
+                        "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+                        "state": "burst, L2 flushed by reading"}
+
+    def measure(self, runs):
+        return measure(runs, self.arguments.repeats, self.flush)
+
+    def report(self, group, case, pipeline, times, work):
         shown = {key: value for key, value in case.items() if key != "length_list"}
         line = []
         for name, samples in times.items():
             median = statistics.median(samples)
-            record = context | {
+            record = self.context | {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 "kernel": name, "pipeline": pipeline, "group": group, "case": shown,
                 "repeats": len(samples), "median_s": median,
                 "p10_s": samples[len(samples) // 10], "p90_s": samples[len(samples) * 9 // 10],
                 "flop_per_s": work / median}
             line.append(f"{name} {record['flop_per_s'] / 1e12:.0f}")
-            if arguments.out:
-                with open(arguments.out, "a", encoding="utf-8") as file:
+            if self.arguments.out:
+                with open(self.arguments.out, "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
         print(group, *(f"{key}={value}" for key, value in shown.items()), "TFLOP/s:", *line,
               flush=True)
 
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser, ["gemm", "table", "heads32", "gqa", "d256", "f16", "packed"])
+    arguments = parser.parse_args()
+    forward = ctypes.CDLL(arguments.library).rafter_forward
+    recorder = Recorder(arguments)
+
     def gemm():
-        if "gemm" in wanted:
+        if "gemm" in recorder.wanted:
             case, runs = gemm_case()
-            report("gemm", case, None, measure(runs, arguments.repeats, flush),
-                   2 * case["m"] * case["n"] * case["k"])
+            recorder.report("gemm", case, None, recorder.measure(runs),
+                            2 * case["m"] * case["n"] * case["k"])
 
     gemm()  # before and after: the power limit drifts
     for group, case in table_cases():
-        if group in wanted:
-            report(group, case, "fused", measure(candidates(forward, case), arguments.repeats,
-                                                 flush), flops(case))
+        if group in recorder.wanted:
+            recorder.report(group, case, "fused", recorder.measure(candidates(forward, case)),
+                            flops(case))
     gemm()
 
 
