@@ -69,6 +69,8 @@ def empty(like: Any, shape: Tuple[int, ...], dtype: str, zero: bool) -> Any:
     None where the library's arrays cannot be written from outside."""
     library = library_of(like)
     if library == "torch":
+        if dtype != "float32" and not zero and shape == like.shape and like.is_contiguous():
+            return sys.modules["torch"].empty_like(like)  # the quickest of PyTorch's ways
         make = like.new_zeros if zero else like.new_empty
         if dtype != "float32":
             return make(shape)
