@@ -34,9 +34,11 @@ struct AppendParams {
   bool interleaved = false;
   bool tables_in_vectors = false;  // four angles are aligned together
   int seqlen = 0;
-  int lane_bits = 0;                // 2^lane_bits lanes a row
-  std::int64_t tokens = 0;          // batch · seqlen
-  std::int64_t items = 0;           // set by the launch: groups of rows
+  int lane_bits = 0;        // 2^lane_bits lanes a row
+  std::int64_t tokens = 0;  // batch · seqlen
+  // Set by the launch: rows are taken in groups.
+  unsigned groups = 1;              // of a token
+  std::int64_t items = 0;           // of all tokens
   std::int32_t* dropped = nullptr;  // zeroed
 };
 

@@ -58,6 +58,28 @@ __device__ Raw<kWide> load_raw(const Rows& rows, std::int64_t at, int count) {
   return raw;
 }
 
+/// The first `count` of them to where `rows` has the same dtype.
+template <bool kWide>
+__device__ void store_raw(const Rows& rows, std::int64_t at, int count, const Raw<kWide>& raw) {
+  using Element = std::conditional_t<kWide, std::uint32_t, std::uint16_t>;
+  auto* const to = static_cast<Element*>(rows.data) + at;
+  if (rows.in_vectors && count == kRowWidth) {
+#pragma unroll
+    for (int i = 0; i < (kWide ? 2 : 1); ++i) {
+      reinterpret_cast<uint4*>(to)[i] = raw.words[i];
+    }
+    return;
+  }
+  Element elements[kRowWidth];
+  memcpy(elements, &raw, sizeof(raw));
+#pragma unroll
+  for (int i = 0; i < kRowWidth; ++i) {
+    if (i < count) {
+      to[i] = elements[i];
+    }
+  }
+}
+
 __device__ inline void unpack(DType, const Raw<true>& raw, float (&x)[kRowWidth]) {
   memcpy(x, &raw, sizeof(x));
 }

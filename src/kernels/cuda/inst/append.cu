@@ -1,6 +1,6 @@
 // Rows of new tokens into a dense or paged cache, turned by RoPE and quantised as asked.
 //   k, v, q [batch, seqlen, heads, head_dim] → caches [batch or pages, rows, heads_kv, head_dim]; q
-// Four rows of a token (heads of k, then of v, then of q) belong to some lanes of a warp, eight
+// Four rows of a token (heads of k, of v or of q) belong to some lanes of a warp, eight
 // elements of each row a lane: 16 bytes of a 16-bit dtype. All four are on their way before the
 // token's place is looked up. Its angles are the same for every head. A row's elements are all
 // loaded before any is stored: q may be turned in place.
@@ -155,120 +155,132 @@ __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
   return largest;
 }
 
-/// A row of a token: of k, of v or of q.
-struct TokenRow {
-  const AppendRows* rows = nullptr;
-  int kind = 0, head = 0;
+/// Some heads of one token of k, of v or of q.
+struct Group {
+  int kind = 0, first_head = 0;  // 0: k, 1: v, 2: q
 };
-__device__ TokenRow row_of(const AppendParams& p, int index) {
-  const int kind = index < p.k.heads ? 0 : index < 2 * p.k.heads ? 1 : 2;
-  return {kind == 0 ? &p.k : kind == 1 ? &p.v : &p.q, kind, index - kind * p.k.heads};
+__device__ Group group_of(const AppendParams& p, int index) {
+  const int of_k = (p.k.heads + kRowsTogether - 1) / kRowsTogether;
+  const int kind = index < of_k ? 0 : index < 2 * of_k ? 1 : 2;
+  return {kind, (index - kind * of_k) * kRowsTogether};
 }
 
-template <bool kWide>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams p) {
+/// kPlain: nothing turns and nothing is quantised, a copy.
+template <bool kWide, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain  ? 8
+                                            : kWide ? 3
+                                                    : 4)
+    append_kernel(const __grid_constant__ AppendParams p) {
   const int lanes = 1 << p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const int first = lane * kRowWidth;
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const auto item = static_cast<unsigned>(thread >> p.lane_bits);
-  const int heads = 2 * p.k.heads + p.q.heads;
-  const auto groups = static_cast<unsigned>((heads + kRowsTogether - 1) / kRowsTogether);
-  const unsigned token = item / groups;
-  const auto first_row = static_cast<int>(item - token * groups) * kRowsTogether;
+  const unsigned token = item / p.groups;
+  const Group group = group_of(p, static_cast<int>(item - token * p.groups));
+  const AppendRows& rows = group.kind == 0 ? p.k : group.kind == 1 ? p.v : p.q;
   const unsigned batch = token / p.seqlen;
   const auto i = static_cast<int>(token - batch * p.seqlen);
   const bool exists = item < p.items;
+  const int heads = exists ? min(kRowsTogether, rows.heads - group.first_head) : 0;
+  const int count = lane_elements(first, rows.head_dim);
 
   // Independent of where the rows go: on their way first.
+  const Rows from = rows.from;
+  const std::int64_t at = from.at(batch, i, group.first_head) + first;
+  const bool whole = !kPlain && group.kind != 1 && apart(p) && first < p.rotary_dim;
+  const int to_partner = first >= p.rotary_dim / 2 ? -p.rotary_dim / 2 : p.rotary_dim / 2;
   Raw<kWide> raw[kRowsTogether], partners[kRowsTogether];
-  const int half = p.rotary_dim / 2;
-  const bool whole = apart(p) && first < p.rotary_dim;
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
-    const TokenRow row = row_of(p, first_row + r);
-    if (!exists || first_row + r >= heads) {
-      continue;
-    }
-    const std::int64_t at = row.rows->from.at(batch, i, row.head);
-    const int count = lane_elements(first, row.rows->head_dim);
-    if (count > 0) {
-      raw[r] = load_raw<kWide>(row.rows->from, at + first, count);
-    }
-    if (whole && row.kind != 1) {
-      partners[r] = load_raw<kWide>(row.rows->from,
-                                    at + (first >= half ? first - half : first + half), kRowWidth);
+    if (r < heads && count > 0) {
+      raw[r] = load_raw<kWide>(from, at + r * from.stride_heads, count);
+      if (whole) {
+        partners[r] = load_raw<kWide>(from, at + r * from.stride_heads + to_partner, kRowWidth);
+      }
     }
   }
   std::int64_t position = -1;
+  Place place;
   if (exists) {
     const std::int64_t fresh =
         p.seqused_new.data == nullptr ? p.seqlen : read_index(p.seqused_new, batch);
-    position = i < fresh ? read_index(p.seqused_kv, batch) + i : -1;
-    if (i < fresh && first_row == 0 && lane == 0 && p.dropped != nullptr &&
-        place_of(p, batch, position).batch < 0) {
-      atomicAdd(p.dropped + batch, 1);
+    if (i < fresh) {
+      position = read_index(p.seqused_kv, batch) + i;
+      place = place_of(p, batch, position);
+      if (group.kind == 0 && group.first_head == 0 && lane == 0 && p.dropped != nullptr &&
+          place.batch < 0) {
+        atomicAdd(p.dropped + batch, 1);
+      }
     }
   }
-  const Place place = exists ? place_of(p, batch, position) : Place{};
-  const bool turns = p.rotary_dim > 0 && has_angles(p, position);
+  const bool turns = group.kind != 1 && p.rotary_dim > 0 && has_angles(p, position);
+  if (group.kind == 2) {
+    place = turns ? Place{batch, i} : Place{};
+  }
+  const bool active = place.batch >= 0;
+  const Rows to = rows.to;
+  const std::int64_t target = to.at(place.batch, place.row, group.first_head) + first;
+  if constexpr (kPlain) {
+#pragma unroll
+    for (int r = 0; r < kRowsTogether; ++r) {
+      if (active && r < heads && count > 0) {
+        store_raw<kWide>(to, target + r * to.stride_heads, count, raw[r]);
+      }
+    }
+    return;
+  }
+  __syncwarp();  // q in place: partners that lie in other lanes have been read
   Angles angles = {};
   if (turns && first < p.rotary_dim) {
     load_angles(p, position, first, angles);
   }
-  __syncwarp();  // q in place: partners that lie in other lanes have been read
-
+  const bool quantised = to.dtype == DType::int8 || to.dtype == DType::e4m3;
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
-    const TokenRow row = row_of(p, first_row + r);
-    const AppendRows& rows = *row.rows;
-    const bool there = exists && first_row + r < heads;
-    const Place to = row.kind < 2 ? place : turns ? Place{batch, i} : Place{};
-    const bool active = there && to.batch >= 0;
-    const int count = active ? lane_elements(first, rows.head_dim) : 0;
+    const int head = group.first_head + r;
     float x[kRowWidth];
-    unpack(rows.from.dtype, raw[r], x);
-    if (active && turns && row.kind != 1) {
-      turn(p, rows.from, rows.from.at(batch, i, row.head), first, position, angles, partners[r], x);
+    unpack(from.dtype, raw[r], x);
+    if (active && turns && r < heads) {
+      turn(p, from, at + r * from.stride_heads - first, first, position, angles, partners[r], x);
     }
-    if (!apart(p)) {
+    if (p.rotary_dim > 0 && !apart(p)) {
       __syncwarp();  // and those that turn() reads by itself
     }
     float inverse = 1;
-    if (active && rows.given != nullptr) {
-      inverse = __frcp_rn(__ldg(rows.given + row.head * rows.given_stride));
-    }
     if (p.k.computed.data != nullptr || p.v.computed.data != nullptr) {  // of the whole grid
       const float largest = largest_of(x, lanes);
       if (rows.computed.data != nullptr) {
         const tiles::RowFactor factor = tiles::row_factor(
-            largest, rows.to.dtype == DType::int8 ? tiles::kInt8Limit : tiles::kE4m3Limit);
+            largest, to.dtype == DType::int8 ? tiles::kInt8Limit : tiles::kE4m3Limit);
         inverse = factor.inverse;
-        if (active && lane == 0) {
-          static_cast<float*>(rows.computed.data)[rows.computed.at(to.batch, to.row, row.head)] =
+        if (active && r < heads && lane == 0) {
+          static_cast<float*>(rows.computed.data)[rows.computed.at(place.batch, place.row, head)] =
               factor.scale;
         }
       }
     }
-    if (count > 0) {
-      if (rows.to.dtype == DType::int8 || rows.to.dtype == DType::e4m3) {
+    if (active && r < heads && count > 0) {
+      if (rows.given != nullptr) {
+        inverse = __frcp_rn(__ldg(rows.given + head * rows.given_stride));
+      }
+      if (quantised) {
 #pragma unroll
         for (float& value : x) {
           value = __fmul_rn(value, inverse);
         }
       }
-      store_eight(rows.to, rows.to.at(to.batch, to.row, row.head) + first, count, x);
+      store_eight(to, target + r * to.stride_heads, count, x);
     }
   }
 }
 
-template <bool kWide>
+template <bool kWide, bool kPlain>
 Status launch_rows(AppendParams params, void* stream) {
-  constexpr int kLanesOfABlock = kThreads;
-  const std::int64_t items_per_block = kLanesOfABlock >> params.lane_bits;
+  const std::int64_t items_per_block = kThreads >> params.lane_bits;
   void* arguments[] = {&params};
   return launch(
-      reinterpret_cast<const void*>(&append_kernel<kWide>),
+      reinterpret_cast<const void*>(&append_kernel<kWide, kPlain>),
       {.blocks = static_cast<unsigned>((params.items + items_per_block - 1) / items_per_block),
        .threads = kThreads,
        .stream = stream},
@@ -278,11 +290,17 @@ Status launch_rows(AppendParams params, void* stream) {
 }  // namespace
 
 Status launch_append(const AppendParams& params, void* stream) {
+  const auto groups_of = [](int heads) { return (heads + kRowsTogether - 1) / kRowsTogether; };
   AppendParams grouped = params;
-  const int heads = 2 * params.k.heads + params.q.heads;
-  grouped.items = params.tokens * ((heads + kRowsTogether - 1) / kRowsTogether);
-  return params.k.from.dtype == DType::f32 ? launch_rows<true>(grouped, stream)
-                                           : launch_rows<false>(grouped, stream);
+  grouped.groups = static_cast<unsigned>(2 * groups_of(params.k.heads) + groups_of(params.q.heads));
+  grouped.items = params.tokens * grouped.groups;
+  const bool plain = params.rotary_dim == 0 && params.k.to.dtype == params.k.from.dtype;
+  if (params.k.from.dtype == DType::f32) {
+    return plain ? launch_rows<true, true>(grouped, stream)
+                 : launch_rows<true, false>(grouped, stream);
+  }
+  return plain ? launch_rows<false, true>(grouped, stream)
+               : launch_rows<false, false>(grouped, stream);
 }
 
 }  // namespace rafter::cuda
