@@ -88,7 +88,8 @@ def main():
     for group, case in torch_sdpa.table_cases():
         if group in recorder.wanted:
             case["pass"] = "backward"
-            recorder.report(group, case, "fused", recorder.measure(candidates(library, case)),
+            recorder.report("backward_" + group, case, "fused",
+                            recorder.measure(candidates(library, case)),
                             2.5 * torch_sdpa.flops(case))
 
 
