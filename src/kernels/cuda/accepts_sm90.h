@@ -4,11 +4,26 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "dispatch/kernel_entry.h"
+#include "hw/cuda/launch.h"
 
 namespace rafter::cuda {
+
+/// A first device that runs sm_90a code.
+inline Acceptance machine_has_sm90() {
+  std::string reason = why_not_sm90(0);
+  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+}
+
+/// The problem's device; machine_has_sm90() has looked at device 0.
+inline Acceptance accepts_sm90_device(const KernelProblem& problem) {
+  std::string reason =
+      problem.device_index == 0 ? std::string() : why_not_sm90(problem.device_index);
+  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+}
 
 /// 16-bit types, dense or packed, keys in one piece, head dimensions of whole 16-byte chunks.
 inline Acceptance accepts_sm90(const KernelProblem& problem) {

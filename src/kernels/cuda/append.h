@@ -1,16 +1,11 @@
 // Append of new tokens to a cache: what the host gives the kernel.
 #pragma once
 
+#include "kernels/cuda/device_indices.h"
 #include "kernels/cuda/rows.h"
 #include "rafter/status.h"
 
 namespace rafter::cuda {
-
-/// Lengths, page numbers in device memory; null: not given.
-struct RowIndices {
-  const void* data = nullptr;
-  bool wide = false;  // i64, else i32
-};
 
 /// One of k, v, q: rows in, rows out, and the factors of a quantised cache.
 struct AppendRows {
@@ -23,7 +18,7 @@ struct AppendRows {
 
 struct AppendParams {
   AppendRows k, v, q;  // q.heads is 0 where there is none
-  RowIndices seqused_kv, seqused_new, page_table;
+  DeviceIndices seqused_kv, seqused_new, page_table;
   std::int64_t page_cols = 0;   // paged: of the table
   std::int64_t places = 0;      // paged: pages; else unused
   std::int64_t place_rows = 0;  // of a page, or the capacity of a dense cache

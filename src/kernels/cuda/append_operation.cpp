@@ -9,8 +9,6 @@
 namespace rafter {
 namespace {
 
-cuda::RowIndices indices(const IndexView& view) { return {view.data, view.dtype == DType::i64}; }
-
 cuda::AppendRows rows(const TensorView& from, const TensorView& to, const TensorView& given,
                       const TensorView& computed) {
   return {.from = cuda::rows_of(from),
@@ -50,9 +48,9 @@ Status append(const AppendCall& call) {
     return Status::unsupported("k", "2^31 rows of k, v and q or more", "fewer in one launch");
   }
   params.tokens = in.k.batch * in.k.seqlen;
-  params.seqused_kv = indices(in.seqused_kv);
-  params.seqused_new = indices(in.seqused_new);
-  params.page_table = indices(in.page_table);
+  params.seqused_kv = cuda::device_indices(in.seqused_kv);
+  params.seqused_new = cuda::device_indices(in.seqused_new);
+  params.page_table = cuda::device_indices(in.page_table);
   params.page_cols = in.page_table.cols;
   params.places = out.k_cache.batch;
   params.place_rows = out.k_cache.seqlen;

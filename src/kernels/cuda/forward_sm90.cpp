@@ -31,11 +31,6 @@ constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunc
      cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>},
 }};
 
-Acceptance machine_has() {
-  std::string reason = cuda::why_not_sm90(0);
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
-}
-
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 int row_of(const AttentionProblem& p) {
@@ -48,13 +43,6 @@ std::int64_t tiles_of(const AttentionProblem& p) {
   const std::int64_t blocks = p.layout == Layout::packed ? div_up(p.total_q, tile_q) + p.batch
                                                          : p.batch * div_up(p.seqlen_q, tile_q);
   return blocks * p.heads_q;
-}
-
-/// machine_has() has looked at device 0.
-Acceptance accepts_device(const KernelProblem& problem) {
-  std::string reason =
-      problem.device_index == 0 ? std::string() : cuda::why_not_sm90(problem.device_index);
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
 }
 
 Acceptance accepts(const KernelProblem& problem) {
@@ -71,7 +59,7 @@ Acceptance accepts(const KernelProblem& problem) {
   if (longest >= cuda::kMaxLength || tiles_of(p) >= cuda::kMaxLength) {
     return Acceptance::refuse("more than 2^29 rows or query tiles");
   }
-  return accepts_device(problem);
+  return cuda::accepts_sm90_device(problem);
 }
 
 /// Query tiles differ in work or their number is only known on the device: CTAs draw them.
@@ -86,8 +74,6 @@ std::int64_t workspace(const KernelProblem& problem) {
 Reach reach(const KernelProblem&, const DeviceSpec&) {
   return {.compute = 0.6, .bandwidth = 0.8, .fixed_seconds = 5e-6};
 }
-
-cuda::DeviceIndices indices(const IndexView& view) { return {view.data, view.dtype == DType::i64}; }
 
 void set_scores(cuda::ForwardParams& params, float softmax_scale, float softcap) {
   constexpr float kLog2E = 1.44269504088896341f;
@@ -173,9 +159,9 @@ Status set_inputs(cuda::ForwardParams& params, const ForwardInputs& in, int row)
   params.q_heads_step = q.heads_step;
   params.k_heads_step = k.heads_step;
   params.v_heads_step = v.heads_step;
-  params.cu_seqlens_q = indices(in.cu_seqlens_q);
-  params.cu_seqlens_kv = indices(in.cu_seqlens_kv);
-  params.seqused_kv = indices(in.seqused_kv);
+  params.cu_seqlens_q = cuda::device_indices(in.cu_seqlens_q);
+  params.cu_seqlens_kv = cuda::device_indices(in.cu_seqlens_kv);
+  params.seqused_kv = cuda::device_indices(in.seqused_kv);
   return Status::ok();
 }
 
@@ -220,7 +206,7 @@ std::span<const KernelEntry> entries_forward_sm90() {
       .dtypes = {DType::bf16, DType::f16},
       .accepts_text = "dense and packed layouts, head_dim and head_dim_v multiples of 8 up to 256, "
                       "every mask, softcap, seqused_kv; strides multiples of 8 elements",
-      .machine_has = machine_has,
+      .machine_has = cuda::machine_has_sm90,
       .accepts = accepts,
       .reach = reach,
       .workspace = workspace,

@@ -42,11 +42,6 @@ struct ForwardControl {
   TileWork loading;               // the producer's own: its registers are few
 };
 
-__device__ inline std::int64_t index_at(const DeviceIndices& indices, std::int64_t i) {
-  return indices.wide ? static_cast<const std::int64_t*>(indices.data)[i]
-                      : static_cast<const std::int32_t*>(indices.data)[i];
-}
-
 using Mask32 = tiles::BasicMaskWindow<int>;
 
 __device__ inline Mask32 mask_of(const ForwardParams& params, const TileWork& work) {
@@ -78,13 +73,6 @@ struct TileFinder {
  private:
   __device__ static int blocks_of(int length) { return (length + kTileQ - 1) / kTileQ; }
 
-  /// What is longer than the capacity would lie outside the tensor.
-  __device__ static int clamped(std::int64_t length, int capacity) {
-    return static_cast<int>(length < 0          ? 0
-                            : length < capacity ? length
-                                                : static_cast<std::int64_t>(capacity));
-  }
-
   __device__ static TileWork dense(const ForwardParams& params, int tile) {
     const tiles::TileOrder order{params.batch * params.heads_q, blocks_of(params.seqlen_q),
                                  params.section};
@@ -97,9 +85,10 @@ struct TileFinder {
     work.head = place.head - work.batch * params.heads_q;
     work.first_query = place.block * kTileQ;
     work.seqlen_q = params.seqlen_q;
-    work.seqlen_kv = params.seqused_kv.data == nullptr
-                         ? params.seqlen_kv
-                         : clamped(index_at(params.seqused_kv, work.batch), params.seqlen_kv);
+    work.seqlen_kv =
+        params.seqused_kv.data == nullptr
+            ? params.seqlen_kv
+            : clamped_length(index_at(params.seqused_kv, work.batch), params.seqlen_kv);
     return work;
   }
 
@@ -111,7 +100,7 @@ struct TileFinder {
       if (b < params.batch) {
         const std::int64_t start = index_at(params.cu_seqlens_q, b);
         begin = static_cast<int>(start);
-        length = clamped(index_at(params.cu_seqlens_q, b + 1) - start, params.seqlen_q);
+        length = clamped_length(index_at(params.cu_seqlens_q, b + 1) - start, params.seqlen_q);
       }
       const int tiles = blocks_of(length) * params.heads_q;
       int sum = tiles;  // inclusive scan over the lanes
@@ -136,10 +125,10 @@ struct TileFinder {
       work.first_query = place.block * kTileQ;
       const std::int64_t kv_begin = index_at(params.cu_seqlens_kv, work.batch);
       work.row_kv = static_cast<int>(kv_begin);
-      work.seqlen_kv =
-          clamped(index_at(params.cu_seqlens_kv, work.batch + 1) - kv_begin, params.seqlen_kv);
+      work.seqlen_kv = clamped_length(index_at(params.cu_seqlens_kv, work.batch + 1) - kv_begin,
+                                      params.seqlen_kv);
       if (params.seqused_kv.data != nullptr) {
-        work.seqlen_kv = clamped(index_at(params.seqused_kv, work.batch), work.seqlen_kv);
+        work.seqlen_kv = clamped_length(index_at(params.seqused_kv, work.batch), work.seqlen_kv);
       }
       return work;
     }

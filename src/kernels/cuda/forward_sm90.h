@@ -6,19 +6,11 @@
 #include <cstdint>
 
 #include "hw/cuda/launch.h"
+#include "kernels/cuda/device_indices.h"
 #include "rafter/tensor.h"
 #include "tiles/sm90_forward.h"
 
 namespace rafter::cuda {
-
-/// Lengths or offsets in device memory; null: not given.
-struct DeviceIndices {
-  const void* data = nullptr;
-  bool wide = false;  // i64, else i32
-};
-
-/// Lengths and windows stay below this, so that sums of three fit 32 bits.
-inline constexpr std::int64_t kMaxLength = std::int64_t{1} << 29;
 
 /// Everything the kernel reads besides tensors. Strides count elements.
 struct ForwardParams {

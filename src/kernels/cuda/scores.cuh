@@ -13,16 +13,6 @@ namespace rafter::cuda {
 inline constexpr float kLog2E = 1.44269504088896341f;
 using ScoreMask = tiles::BasicMaskWindow<int>;
 
-__device__ inline std::int64_t read_index(const DeviceIndices& indices, std::int64_t i) {
-  return indices.wide ? static_cast<const std::int64_t*>(indices.data)[i]
-                      : static_cast<const std::int32_t*>(indices.data)[i];
-}
-
-/// Lengths beyond the capacity are clamped to it: more would lie outside the workspace.
-__device__ inline int clamp_length(std::int64_t length, int capacity) {
-  return static_cast<int>(length < 0 ? 0 : length < capacity ? length : capacity);
-}
-
 /// One sequence: lengths, and where its rows start (packed; else 0).
 struct ScoreSequence {
   int seqlen_q, seqlen_kv;
@@ -33,14 +23,14 @@ struct ScoreSequence {
 __device__ inline ScoreSequence sequence_of(const ScoreProblem& p, std::int64_t b) {
   ScoreSequence s{p.seqlen_q, p.seqlen_kv, 0, 0, b};
   if (p.cu_seqlens_q.data != nullptr) {
-    s.row_q = read_index(p.cu_seqlens_q, b);
-    s.row_kv = read_index(p.cu_seqlens_kv, b);
-    s.seqlen_q = clamp_length(read_index(p.cu_seqlens_q, b + 1) - s.row_q, p.seqlen_q);
-    s.seqlen_kv = clamp_length(read_index(p.cu_seqlens_kv, b + 1) - s.row_kv, p.seqlen_kv);
+    s.row_q = index_at(p.cu_seqlens_q, b);
+    s.row_kv = index_at(p.cu_seqlens_kv, b);
+    s.seqlen_q = clamped_length(index_at(p.cu_seqlens_q, b + 1) - s.row_q, p.seqlen_q);
+    s.seqlen_kv = clamped_length(index_at(p.cu_seqlens_kv, b + 1) - s.row_kv, p.seqlen_kv);
     s.batch = 0;
   }
   if (p.seqused_kv.data != nullptr) {
-    s.seqlen_kv = clamp_length(read_index(p.seqused_kv, b), s.seqlen_kv);
+    s.seqlen_kv = clamped_length(index_at(p.seqused_kv, b), s.seqlen_kv);
   }
   return s;
 }

@@ -17,11 +17,6 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRowsTogether = 4;  // of one token: in flight at once
 
-__device__ std::int64_t read_index(const RowIndices& indices, std::int64_t i) {
-  return indices.wide ? static_cast<const std::int64_t*>(indices.data)[i]
-                      : static_cast<const std::int32_t*>(indices.data)[i];
-}
-
 /// Where a token goes; batch < 0: nowhere.
 struct Place {
   std::int64_t batch = -1, row = 0;
@@ -44,7 +39,7 @@ __device__ Place place_of(const AppendParams& p, std::int64_t batch, std::int64_
   }
   const std::int64_t column = position / p.place_rows;
   if (column < p.page_cols) {
-    const std::int64_t page = read_index(p.page_table, batch * p.page_cols + column);
+    const std::int64_t page = index_at(p.page_table, batch * p.page_cols + column);
     if (page >= 0 && page < p.places) {
       place = {page, position - column * p.place_rows};
     }
@@ -204,9 +199,9 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
   Place place;
   if (exists) {
     const std::int64_t fresh =
-        p.seqused_new.data == nullptr ? p.seqlen : read_index(p.seqused_new, batch);
+        p.seqused_new.data == nullptr ? p.seqlen : index_at(p.seqused_new, batch);
     if (i < fresh) {
-      position = read_index(p.seqused_kv, batch) + i;
+      position = index_at(p.seqused_kv, batch) + i;
       place = place_of(p, batch, position);
       if (group.kind == 0 && group.first_head == 0 && lane == 0 && p.dropped != nullptr &&
           place.batch < 0) {

@@ -29,10 +29,10 @@ __device__ SlotTile tile_of(const BackwardParams& params, std::int64_t index, in
     std::int64_t end = p.batch;  // the last sequence whose first slot is not behind this one
     while (end - b > 1) {
       const std::int64_t middle = (b + end) / 2;
-      const std::int64_t row = read_index(p.cu_seqlens_q, middle);
+      const std::int64_t row = index_at(p.cu_seqlens_q, middle);
       (tiles::first_slot(true, middle, row, 0, tile_q) <= slot ? b : end) = middle;
     }
-    first = tiles::first_slot(true, b, read_index(p.cu_seqlens_q, b), 0, tile_q);
+    first = tiles::first_slot(true, b, index_at(p.cu_seqlens_q, b), 0, tile_q);
   }
   return {sequence_of(p, b), static_cast<int>(index - slot * p.heads_q),
           static_cast<int>((slot - first) * tile_q), index};

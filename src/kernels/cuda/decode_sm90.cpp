@@ -1,0 +1,273 @@
+// decode_sm90: the host side of the decode kernel for sm_90a.
+#include "kernels/cuda/decode_sm90.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "base/checked.h"
+#include "dispatch/kernel_entry.h"
+#include "kernels/cuda/accepts_sm90.h"
+
+namespace rafter {
+namespace {
+
+using base::checked_product;
+using base::div_up;
+using base::round_up;
+using cuda::DecodeCache;
+using cuda::DecodeParams;
+
+using LaunchFunction = Status (*)(const DecodeParams&, bool, unsigned, void*);
+template <DType kDType, int kWidth>
+constexpr std::array<LaunchFunction, tiles::kSm90DecodeRowCount> kRows = {
+    cuda::launch_decode_sm90<kDType, kWidth, 0>, cuda::launch_decode_sm90<kDType, kWidth, 1>,
+    cuda::launch_decode_sm90<kDType, kWidth, 2>};
+constexpr std::array<std::array<LaunchFunction, tiles::kSm90DecodeRowCount>, 2> kLaunch[2] = {
+    {kRows<DType::bf16, 0>, kRows<DType::bf16, 1>}, {kRows<DType::f16, 0>, kRows<DType::f16, 1>}};
+
+constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
+
+/// How a problem is cut, whatever its lengths turn out to be.
+struct Cut {
+  int row_blocks = 1;  // of query rows
+  int partial_rows = 8;
+  int least_parts = 1, max_parts = 1;
+  std::int64_t slots = 0;  // of partial results
+  std::int64_t units = 0;  // at most
+  std::int64_t partial_bytes = 0, state_bytes = 0, arrived_bytes = 0;
+  std::int64_t bytes() const { return partial_bytes + state_bytes + arrived_bytes; }
+};
+
+int width_of(const AttentionProblem& p) { return bits_of(p.kv_dtype.value_or(p.dtype)) == 8; }
+const tiles::Sm90DecodeRow& row_of(const AttentionProblem& p) {
+  return tiles::kSm90DecodeRows[width_of(p)][tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v)];
+}
+
+int window(std::int64_t w) {
+  return static_cast<int>(std::min(w, cuda::kMaxLength));  // wider sees no more
+}
+
+/// The cut of a sequence of the capacities.
+tiles::Sm90DecodeCut same_cut(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_kv = static_cast<int>(p.seqlen_kv);
+  const int offset = p.mask.align == MaskAlign::top_left ? 0 : seqlen_kv - seqlen_q;
+  return tiles::sm90_decode_cut(
+      row_of(p), {window(p.mask.window_left), window(p.mask.window_right), offset, seqlen_kv},
+      seqlen_q, static_cast<int>(p.heads_q / p.heads_kv),
+      tiles::sm90_decode_least_parts(p.heads_kv), static_cast<int>(problem.splits));
+}
+
+/// Nothing when numbers of units or bytes are beyond what the kernel counts with.
+std::optional<Cut> cut_of(const KernelProblem& problem) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  const AttentionProblem& p = problem.attention;
+  const tiles::Sm90DecodeRow& row = row_of(p);
+  const auto rows = checked_product({p.seqlen_q, p.heads_q / p.heads_kv});
+  if (!rows || *rows > kMost) {
+    return std::nullopt;
+  }
+  Cut cut;
+  cut.row_blocks = static_cast<int>(std::max<std::int64_t>(1, div_up(*rows, row.tile_rows())));
+  const std::int64_t rows_here = std::min<std::int64_t>(*rows, row.tile_rows());
+  const std::int64_t blocks = std::max<std::int64_t>(1, div_up(rows_here, tiles::kDecodeBlockRows));
+  cut.partial_rows = static_cast<int>(blocks) * tiles::kDecodeBlockRows;
+  cut.least_parts = tiles::sm90_decode_least_parts(p.heads_kv);
+  // One more tile where a window begins within one.
+  const int tiles = static_cast<int>(div_up(p.seqlen_kv, row.tile_keys())) + 1;
+  cut.max_parts = tiles::sm90_decode_parts(tiles, row.tile_keys(), cut.least_parts,
+                                           static_cast<int>(problem.splits));
+  const auto units = checked_product({p.batch, p.heads_kv, cut.row_blocks, cut.max_parts});
+  if (!units || *units > kMost) {
+    return std::nullopt;
+  }
+  cut.units = *units;
+  if (cut.max_parts > 1) {
+    cut.slots = *units;
+    cut.partial_bytes = round_up(
+        cut.slots * cut.partial_rows * round_up(p.head_dim_v, std::int64_t{4}) * 4, kAlign);
+    cut.state_bytes = round_up(cut.slots * cut.partial_rows * 8, kAlign);
+    cut.arrived_bytes = (cut.slots + cut.slots / cut.max_parts) * tiles::kDecodeFinishWarps * 8;
+  }
+  return cut;
+}
+
+/// Parts of one sequence of seqlen_kv.
+std::int64_t splits(const KernelProblem& problem) { return same_cut(problem).parts; }
+
+Acceptance accepts(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
+    return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
+  }
+  if (tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v) < 0) {
+    return Acceptance::refuse(
+        fmt::format("head_dim {}, head_dim_v {} is beyond 256", p.head_dim, p.head_dim_v));
+  }
+  const std::int64_t longest = std::max({p.seqlen_q, p.seqlen_kv, p.total_q, p.total_kv, p.heads_q,
+                                         p.batch, p.num_pages, p.page_size});
+  if (longest >= cuda::kMaxLength || problem.splits >= cuda::kMaxLength || !cut_of(problem)) {
+    return Acceptance::refuse("more than 2^29 rows or 2^30 parts");
+  }
+  return cuda::accepts_sm90_device(problem);
+}
+
+std::int64_t workspace(const KernelProblem& problem) {
+  return cut_of(problem).value_or(Cut{}).bytes();
+}
+
+/// Each block of query rows reads the keys again, from the L2.
+Reach reach(const KernelProblem& problem, const DeviceSpec&) {
+  const int row_blocks = cut_of(problem).value_or(Cut{}).row_blocks;
+  return {.compute = 0.15, .bandwidth = 0.9 / row_blocks, .fixed_seconds = 5e-6};
+}
+
+DecodeCache cache_of(const TensorView& view, const TensorView& scale, std::int64_t head_dim) {
+  const std::int64_t size = bits_of(view.dtype) / 8;
+  DecodeCache cache;
+  cache.data = static_cast<const unsigned char*>(view.data);
+  cache.stride_batch = view.stride_batch * size;
+  cache.stride_seqlen = view.stride_seqlen * size;
+  cache.stride_heads = view.stride_heads * size;
+  cache.row_bytes = static_cast<int>(head_dim * size);
+  cache.chunks = static_cast<int>(div_up(std::int64_t{cache.row_bytes}, std::int64_t{16}));
+  const auto whole = [](std::int64_t bytes, std::int64_t count) {
+    return count <= 1 || bytes % 16 == 0;
+  };
+  cache.aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+                  cache.row_bytes % 16 == 0 && whole(cache.stride_batch, view.batch) &&
+                  whole(cache.stride_seqlen, view.seqlen) && whole(cache.stride_heads, view.heads);
+  cache.scale = static_cast<const float*>(scale.data);
+  cache.scale_batch = scale.stride_batch;
+  cache.scale_seqlen = scale.stride_seqlen;
+  cache.scale_heads = scale.stride_heads;
+  return cache;
+}
+
+/// An id that no memory holds by chance and no other launch has.
+std::uint64_t next_launch_id() {
+  static const std::uint64_t kSeed =
+      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  static std::atomic<std::uint64_t> count{0};
+  // splitmix64 (Steele, Lea, Flood 2014): a bijection, so that ids of one process differ.
+  std::uint64_t z = kSeed + (++count) * 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  z ^= z >> 31;
+  return z != 0 ? z : kSeed;
+}
+
+void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& cut) {
+  const AttentionProblem& p = problem.attention;
+  constexpr float kLog2E = 1.44269504088896341f;
+  params.batch = static_cast<int>(p.batch);
+  params.heads_kv = static_cast<int>(p.heads_kv);
+  params.group = static_cast<int>(p.heads_q / p.heads_kv);
+  params.seqlen_q = static_cast<int>(p.seqlen_q);
+  params.seqlen_kv = static_cast<int>(p.seqlen_kv);
+  params.head_dim = static_cast<int>(p.head_dim);
+  params.head_dim_v = static_cast<int>(p.head_dim_v);
+  params.page_size = static_cast<int>(p.page_size);
+  params.num_pages = static_cast<int>(p.num_pages);
+  params.window_left = window(p.mask.window_left);
+  params.window_right = window(p.mask.window_right);
+  params.top_left = p.mask.align == MaskAlign::top_left;
+  params.row_blocks = cut.row_blocks;
+  params.least_parts = cut.least_parts;
+  params.forced_parts = static_cast<int>(problem.splits);
+  params.max_parts = cut.max_parts;
+  params.same_cut = same_cut(problem);
+  params.partial_rows = cut.partial_rows;
+  params.scale_log2 = *p.softmax_scale * kLog2E;
+  params.transform_cap = p.softcap * kLog2E;
+  params.transform_scale = p.softcap > 0 ? 2 * kLog2E * *p.softmax_scale / p.softcap : 0;
+}
+
+void set_tensors(DecodeParams& params, const ForwardInputs& in, const ForwardOutputs& out) {
+  params.q = cache_of(in.q, {}, in.q.head_dim);
+  params.k = cache_of(in.k, in.k_scale, in.k.head_dim);
+  params.v = cache_of(in.v, in.v_scale, in.v.head_dim);
+  params.o = out.o.data;
+  params.o_batch = out.o.stride_batch;
+  params.o_seqlen = out.o.stride_seqlen;
+  params.o_heads = out.o.stride_heads;
+  params.o_is_f32 = out.o.dtype == DType::f32;
+  params.o_in_fours = out.o.head_dim % 4 == 0 &&
+                      reinterpret_cast<std::uintptr_t>(out.o.data) %
+                              static_cast<std::uintptr_t>(bits_of(out.o.dtype) / 2) ==
+                          0 &&
+                      out.o.stride_batch % 4 == 0 && out.o.stride_seqlen % 4 == 0 &&
+                      out.o.stride_heads % 4 == 0;
+  params.lse = out.lse.data;
+  params.lse_batch = out.lse.stride_batch;
+  params.lse_heads = out.lse.stride_heads;
+  params.lse_seqlen = out.lse.stride_seqlen;
+  params.cu_seqlens_q = cuda::device_indices(in.cu_seqlens_q);
+  params.cu_seqlens_kv = cuda::device_indices(in.cu_seqlens_kv);
+  params.seqused_kv = cuda::device_indices(in.seqused_kv);
+  params.page_table = cuda::device_indices(in.page_table);
+  params.page_table_batch = in.page_table.cols;
+  params.bad_pages = out.bad_pages.data;
+  params.tree_mask = in.tree_mask.data;
+  params.tree_mask_batch = in.tree_mask.stride_batch;
+}
+
+Status forward(const ForwardCall& call) {
+  const AttentionProblem& p = call.problem.attention;
+  const cuda::DeviceScope device(call.problem.device_index);
+  if (!device.status()) {
+    return device.status();
+  }
+  const Cut cut = cut_of(call.problem).value_or(Cut{});
+  DecodeParams params;
+  set_problem(params, call.problem, cut);
+  set_tensors(params, call.in, call.out);
+  if (cut.slots > 0) {
+    auto* const bytes = static_cast<std::byte*>(call.workspace.data);
+    params.partial_o = reinterpret_cast<float*>(bytes);
+    params.partial_state = reinterpret_cast<float2*>(bytes + cut.partial_bytes);
+    params.arrived = reinterpret_cast<std::uint64_t*>(bytes + cut.partial_bytes + cut.state_bytes);
+    params.claimed = params.arrived + cut.slots * tiles::kDecodeFinishWarps;
+    params.launch_id = next_launch_id();
+  }
+  const Result<int> sms = cuda::sm_count();
+  if (!sms) {
+    return sms.status();
+  }
+  const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
+  const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
+  return kLaunch[p.dtype == DType::f16 ? 1 : 0][width_of(p)][row](
+      params, p.kv_dtype == DType::e4m3, static_cast<unsigned>(blocks), call.stream.handle);
+}
+
+}  // namespace
+
+std::span<const KernelEntry> entries_decode_sm90() {
+  static const std::array<KernelEntry, 1> kEntries = {KernelEntry{
+      .name = "decode_sm90",
+      .device = Device::Kind::cuda,
+      .pipeline = Pipeline::split_kv,
+      .instruction_set = "sm_90a",
+      .dtypes = {DType::bf16, DType::f16},
+      .accepts_text =
+          "every layout, mask, softcap, tree mask and group, head dimensions up to 256; "
+          "k and v also in int8 and e4m3",
+      .machine_has = cuda::machine_has_sm90,
+      .accepts = accepts,
+      .reach = reach,
+      .workspace = workspace,
+      .forward = forward,
+      .kv_dtypes = {DType::int8, DType::e4m3},
+      .tree_mask = true,
+      .splits = splits}};
+  return kEntries;
+}
+
+}  // namespace rafter

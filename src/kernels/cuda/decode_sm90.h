@@ -1,0 +1,72 @@
+// Host side of the decode kernel for sm_90a: what a launch passes, and its instantiations.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstdint>
+
+#include "hw/cuda/launch.h"
+#include "kernels/cuda/device_indices.h"
+#include "rafter/tensor.h"
+#include "tiles/sm90_decode.h"
+
+namespace rafter::cuda {
+
+/// q, K or V: a dense or packed tensor, or pages of a cache. Strides count bytes.
+struct DecodeCache {
+  const unsigned char* data = nullptr;
+  std::int64_t stride_batch = 0;  // of a sequence, or of a page
+  std::int64_t stride_seqlen = 0, stride_heads = 0;
+  const float* scale = nullptr;  // 8-bit: factors of the rows, or null; strides in elements
+  std::int64_t scale_batch = 0, scale_seqlen = 0, scale_heads = 0;
+  int chunks = 0;        // of 16 bytes in a row, rounded up
+  int row_bytes = 0;     // of a row
+  bool aligned = false;  // rows begin and end at multiples of 16 bytes
+};
+
+/// Everything the kernel reads. Strides count elements where not said otherwise.
+struct DecodeParams {
+  DecodeCache q;  // [batch, seqlen_q, heads_q, head_dim], 16-bit
+  DecodeCache k, v;
+  void* o = nullptr;  // [batch, seqlen_q, heads_q, head_dim_v]
+  std::int64_t o_batch = 0, o_seqlen = 0, o_heads = 0;
+  bool o_is_f32 = false;
+  bool o_in_fours = false;  // o may be written four elements at a time
+  float* lse = nullptr;     // [batch, heads_q, seqlen_q] or null
+  std::int64_t lse_batch = 0, lse_heads = 0, lse_seqlen = 0;
+  DeviceIndices cu_seqlens_q, cu_seqlens_kv, seqused_kv;
+  DeviceIndices page_table;  // paged
+  std::int64_t page_table_batch = 0;
+  int page_size = 0, num_pages = 0;  // page_size 0: not paged
+  std::int32_t* bad_pages = nullptr;
+  const std::uint64_t* tree_mask = nullptr;
+  std::int64_t tree_mask_batch = 0;
+  int batch = 0, heads_kv = 0, group = 1;
+  int seqlen_q = 0, seqlen_kv = 0;  // capacities
+  int head_dim = 0, head_dim_v = 0;
+  int row_blocks = 1;                       // of query rows, at most
+  int window_left = -1, window_right = -1;  // at most kMaxLength
+  bool top_left = false;
+  int least_parts = 1, forced_parts = 0, max_parts = 1;
+  tiles::Sm90DecodeCut same_cut = {};  // of every sequence, where lengths are no data
+  // Partial results of part s of (sequence, KV head, row block), when there are several: slot
+  // ((b · heads_kv + head) · row_blocks + block) · max_parts + s.
+  float* partial_o = nullptr;       // [slot, partial_rows, head_dim_v rounded up to 4]
+  float2* partial_state = nullptr;  // [slot, partial_rows]: maximum (of log2 scores), sum
+  // [slot, finishing warp]: `launch_id` once that warp's share of the partial result is written
+  std::uint64_t* arrived = nullptr;
+  std::uint64_t* claimed = nullptr;  // the same, of slots / max_parts: somebody merges
+  std::uint64_t launch_id = 0;       // differs from whatever the workspace may hold
+  int partial_rows = 0;
+  // score_log2 = scale_log2 · q·k, or with softcap its tanh; p = 2^(score_log2 − max).
+  float scale_log2 = 0;
+  float transform_cap = 0;    // softcap · log2(e); 0: no softcap
+  float transform_scale = 0;  // with softcap: 2 · log2(e) · softmax_scale / softcap
+};
+
+/// Queues the kernel of one dtype of q, element width of the cache (0: 16-bit, 1: 8-bit) and tuning
+/// row. `e4m3` tells 8-bit caches from int8. Defined in decode_sm90.cuh, instantiated in inst/.
+template <DType kDType, int kWidth, int kRow>
+Status launch_decode_sm90(const DecodeParams& params, bool e4m3, unsigned blocks, void* stream);
+
+}  // namespace rafter::cuda
