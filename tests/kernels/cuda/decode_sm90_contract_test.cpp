@@ -1,0 +1,362 @@
+// decode_sm90 against itself and at its limits: bits, poison, bad pages, sizes, graphs.
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "base/element.h"
+#include "kernels/cuda/decode_sm90_case.h"
+#include "kernels/cuda/device_buffer.h"
+
+namespace rafter::testing {
+namespace {
+
+TEST(DecodeSm90Contract, BitsOfASequenceDependOnItAlone) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  for (const DType kv : {DType::bf16, DType::int8, DType::e4m3}) {
+    Case c = decode_sm90_case(DType::bf16, kv, 4, 128);
+    c.problem.mask = Mask::causal();
+    c.lengths(each(5, 2), {3000, 7, 512, 0, 1025});
+    const Values values = make_values(c);
+    const Output expected = run_case(c, values, on_sm90());
+    ASSERT_FALSE(expected.o.empty());
+    for (std::size_t b = 0; b < c.lengths_kv.size(); ++b) {
+      SCOPED_TRACE(::testing::Message() << to_string(kv) << ", sequence " << b);
+      Case alone = c;
+      alone.lengths({2}, {c.lengths_kv[b]});
+      const Values mine = values_of(c, values, b);
+      const Output output = output_of(c, expected, b);
+      EXPECT_TRUE(same_bits(run_case(alone, mine, on_sm90()), output));
+      Case packed = alone;
+      packed.problem.layout = Layout::packed;
+      packed.problem.seqused_kv = false;
+      EXPECT_TRUE(same_bits(run_case(packed, mine, on_sm90()), output)) << "packed";
+    }
+    for (const std::int64_t page_size : {1, 16, 100}) {
+      EXPECT_TRUE(same_bits(run_case(paged(c, page_size), values, on_sm90()), expected))
+          << "pages of " << page_size;
+    }
+    for (const Style style : {Style::gaps, Style::heads_first}) {
+      Case other = c;
+      other.style = style;
+      EXPECT_TRUE(same_bits(run_case(other, values, on_sm90()), expected));
+    }
+  }
+}
+
+TEST(DecodeSm90Contract, WhatLiesOutsideChangesNoBit) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  for (const DType kv : {DType::bf16, DType::int8, DType::e4m3}) {
+    for (const std::int64_t page_size : {0, 16}) {
+      Case c = decode_sm90_case(DType::bf16, kv, 4, 72);
+      c = page_size > 0 ? paged(c, page_size) : c;
+      c.lengths(each(3, 1), {777, 1, 65});
+      const Values values = make_values(c);
+      Output outputs[2];
+      for (const Fill fill : {Fill::nan, Fill::zero}) {
+        RunOptions options = on_sm90();
+        options.fill = fill;
+        outputs[fill == Fill::nan ? 0 : 1] = run_case(c, values, options);
+      }
+      EXPECT_TRUE(same_bits(outputs[0], outputs[1])) << to_string(kv) << ", pages of " << page_size;
+    }
+  }
+}
+
+/// The case without the keys of some columns of its only sequence: what bad pages leave.
+void drop_keys(Case& c, Values& values, std::int64_t first, std::int64_t last) {
+  const std::int64_t row = c.problem.heads_kv * c.problem.head_dim;
+  for (std::vector<float>* rows : {&values.k, &values.v}) {
+    rows->erase(rows->begin() + first * row, rows->begin() + last * row);
+  }
+  c.lengths_kv[0] -= last - first;
+}
+
+TEST(DecodeSm90Contract, PagesThatDoNotExistAreNotSeenAndCounted) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  for (const std::int64_t page_size : {1, 16, 64}) {
+    Case c = paged(decode_sm90_case(DType::bf16, DType::bf16, 4, 64), page_size);
+    c.lengths({1}, {1000});
+    Values values = make_values(c);
+    const std::int64_t pages = (1000 + page_size - 1) / page_size;
+    RunOptions options = on_sm90();
+    options.wrong_pages = {{0, 2, -1}, {0, 3, pages + 2}, {0, pages - 1, 1 << 30}};
+    const Output output = run_case(c, values, options);
+    EXPECT_EQ(output.bad_pages, std::vector<std::int32_t>{3});
+    drop_keys(c, values, (pages - 1) * page_size, 1000);
+    drop_keys(c, values, 2 * page_size, 4 * page_size);
+    EXPECT_TRUE(close_to(output, expect_values(c, values), c)) << "pages of " << page_size;
+    // All of them: an empty row. None: nothing counted.
+    c.lengths({1, 1}, {3 * page_size, 1});
+    values = make_values(c);
+    options.wrong_pages = {{0, 0, -1}, {0, 1, -7}, {0, 2, 1 << 30}};
+    const Output empty = run_case(c, values, options);
+    ASSERT_FALSE(empty.o.empty());
+    EXPECT_EQ(empty.bad_pages, (std::vector<std::int32_t>{3, 0}));
+    EXPECT_EQ(empty.lse[0], -std::numeric_limits<float>::infinity());
+    EXPECT_EQ(empty.o[0], 0.0f);
+  }
+}
+
+TEST(DecodeSm90Contract, PageIdsAndBatchesPast65535) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  Case pages = paged(decode_sm90_case(DType::bf16, DType::bf16, 2, 64, 1), 1);
+  pages.spare_pages = 80000;
+  pages.lengths(each(2, 1), {600, 100});
+  check_case(pages, on_sm90());
+  Case batch = decode_sm90_case(DType::bf16, DType::bf16, 1, 8, 1);
+  batch.lengths(each(70000, 1), {});
+  for (std::int64_t b = 0; b < 70000; ++b) {
+    batch.lengths_kv.push_back(b % 4);
+  }
+  check_case(batch, on_sm90());
+}
+
+/// A problem on the device whose lengths and pages change between runs.
+class Rig {
+ public:
+  explicit Rig(const AttentionProblem& problem)
+      : plan_(make_plan(problem)),
+        p_(plan_.problem()),
+        q_(random_bits(p_.batch * p_.seqlen_q * p_.heads_q * p_.head_dim)),
+        k_(random_bits(p_.num_pages * p_.page_size * p_.heads_kv * p_.head_dim)),
+        v_(random_bits(p_.num_pages * p_.page_size * p_.heads_kv * p_.head_dim_v)),
+        o_(index(p_.batch * p_.seqlen_q * p_.heads_q * p_.head_dim_v * 4)),
+        lse_(index(p_.batch * p_.seqlen_q * p_.heads_q * 4)),
+        used_(index(p_.batch * 4)),
+        pages_(index(p_.batch * cols() * 4)),
+        workspace_(index(plan_.workspace_bytes()) + 64) {}
+
+  void set(const std::vector<std::int32_t>& used, std::uint32_t page_seed) {
+    std::vector<std::int32_t> ids(index(p_.num_pages));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(page_seed));
+    used_.upload(used.data(), used.size() * 4);
+    pages_.upload(ids.data(), index(p_.batch * cols() * 4));
+  }
+  void poison() {
+    o_.poison();
+    lse_.poison();
+    workspace_.poison();
+  }
+  void run(cudaStream_t stream = nullptr) const {
+    const auto dense = [this](const DeviceBuffer& b, DType dtype, std::int64_t batch,
+                              std::int64_t rows, std::int64_t heads, std::int64_t dim) {
+      return TensorView::contiguous(b.data(), dtype, batch, rows, heads, dim);
+    };
+    ForwardInputs in{
+        .q = dense(q_, p_.dtype, p_.batch, p_.seqlen_q, p_.heads_q, p_.head_dim),
+        .k = dense(k_, p_.dtype, p_.num_pages, p_.page_size, p_.heads_kv, p_.head_dim),
+        .v = dense(v_, p_.dtype, p_.num_pages, p_.page_size, p_.heads_kv, p_.head_dim_v)};
+    in.seqused_kv = {used_.data(), DType::i32, p_.batch, 0};
+    in.page_table = {pages_.data(), DType::i32, p_.batch * cols(), cols()};
+    const ForwardOutputs out{
+        .o = dense(o_, DType::f32, p_.batch, p_.seqlen_q, p_.heads_q, p_.head_dim_v),
+        .lse = LseView::contiguous(static_cast<float*>(lse_.data()), p_.batch, p_.heads_q,
+                                   p_.seqlen_q)};
+    const Status status =
+        plan_.forward(in, out, {workspace_.data(), plan_.workspace_bytes()}, {stream});
+    EXPECT_TRUE(status) << status.message();
+  }
+  /// o, then lse.
+  std::vector<std::uint32_t> bits() const {
+    std::vector<std::uint32_t> all = o_.download<std::uint32_t>();
+    const std::vector<std::uint32_t> lse = lse_.download<std::uint32_t>();
+    all.insert(all.end(), lse.begin(), lse.end());
+    return all;
+  }
+
+ private:
+  static Plan make_plan(const AttentionProblem& problem) {
+    const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
+    EXPECT_TRUE(made) << made.status().message();
+    return *made;
+  }
+  static std::vector<std::uint16_t> random_bits(std::int64_t count) {
+    std::mt19937 random(11);
+    std::normal_distribution<float> normal;
+    std::vector<std::uint16_t> bits(index(count));
+    for (std::uint16_t& one : bits) {
+      one = f32_to_bf16(normal(random));
+    }
+    return bits;
+  }
+  std::int64_t cols() const { return (p_.seqlen_kv + p_.page_size - 1) / p_.page_size; }
+
+  Plan plan_;
+  AttentionProblem p_;
+  DeviceBuffer q_, k_, v_, o_, lse_, used_, pages_, workspace_;
+};
+
+AttentionProblem rig_problem() {
+  return {.batch = 4,
+          .heads_q = 8,
+          .heads_kv = 2,
+          .seqlen_q = 1,
+          .seqlen_kv = 2048,
+          .head_dim = 128,
+          .dtype = DType::bf16,
+          .layout = Layout::paged,
+          .page_size = 16,
+          .num_pages = 4 * 128,
+          .seqused_kv = true};
+}
+
+TEST(DecodeSm90Contract, OneGraphServesGrowingLengthsMovingPagesAndEmptyBatches) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  Rig rig(rig_problem());
+  rig.set({100, 2000, 1, 33}, 1);
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t ready = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  rig.poison();
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  rig.run(stream);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+  const std::vector<std::int32_t> lengths[] = {{100, 2000, 1, 33},       {101, 2001, 2, 34},
+                                               {2048, 2048, 2048, 2048}, {0, 0, 0, 0},
+                                               {0, 1900, 0, 64},         {777, 0, 65, 0}};
+  for (std::uint32_t step = 0; step < std::size(lengths); ++step) {
+    rig.set(lengths[step], step + 1);
+    for (int repeat = 0; repeat < 3; ++repeat) {  // the same graph over what it left behind
+      ASSERT_EQ(cudaGraphLaunch(ready, stream), cudaSuccess);
+    }
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    const std::vector<std::uint32_t> replayed = rig.bits();
+    rig.poison();
+    rig.run();
+    EXPECT_EQ(replayed, rig.bits()) << "step " << step;
+  }
+  (void)cudaGraphExecDestroy(ready);
+  (void)cudaGraphDestroy(graph);
+  (void)cudaStreamDestroy(stream);
+}
+
+TEST(DecodeSm90Contract, RepeatsItsBitsUnderTheLoadOfAnotherStream) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  Rig rig(rig_problem()), other(rig_problem());
+  rig.set({2000, 100, 513, 0}, 3);
+  other.set({2048, 2048, 2048, 2048}, 4);
+  rig.poison();
+  rig.run();
+  const std::vector<std::uint32_t> expected = rig.bits();
+  cudaStream_t streams[2] = {};
+  for (cudaStream_t& stream : streams) {
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  }
+  for (int repeat = 0; repeat < 100; ++repeat) {
+    rig.poison();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    for (int load = 0; load < 3; ++load) {
+      other.run(streams[1]);
+    }
+    rig.run(streams[0]);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    ASSERT_EQ(rig.bits(), expected) << "run " << repeat;
+  }
+  for (cudaStream_t stream : streams) {
+    (void)cudaStreamDestroy(stream);
+  }
+}
+
+TEST(DecodeSm90Contract, LengthsBeyondCapacityAreClampedToIt) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  Rig rig(rig_problem());
+  rig.set({2048, 0, 5, 2048}, 1);
+  rig.poison();
+  rig.run();
+  const std::vector<std::uint32_t> expected = rig.bits();
+  rig.set({5000, -3, 5, 2147483647}, 1);
+  rig.poison();
+  rig.run();
+  EXPECT_EQ(rig.bits(), expected);
+}
+
+/// Two sequences, or two pages, so far apart that their distance in elements needs more than 31
+/// bits. Only the rows in use are written.
+TEST(DecodeSm90Contract, KeysPast2To31Elements) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  constexpr std::int64_t kFar = (std::int64_t{1} << 31) + 1024;
+  constexpr std::int64_t kKeys = 200, kDim = 64;
+  std::size_t free_bytes = 0, total_bytes = 0;
+  ASSERT_EQ(cudaMemGetInfo(&free_bytes, &total_bytes), cudaSuccess);
+  const std::size_t bytes = index(2 * (kFar + 2 * kKeys * kDim));
+  if (free_bytes < bytes + (std::size_t{1} << 30)) {
+    GTEST_SKIP() << "needs " << bytes << " bytes of device memory";
+  }
+  Case c = decode_sm90_case(DType::bf16, DType::bf16, 4, kDim, 1);
+  c.problem.seqused_kv = false;
+  c.lengths(each(2, 1), {kKeys, kKeys});
+  const Values values = make_values(c);
+  const auto as_bits = [](const std::vector<float>& from) {
+    std::vector<std::uint16_t> bits;
+    for (const float x : from) {
+      bits.push_back(f32_to_bf16(x));
+    }
+    return bits;
+  };
+  DeviceBuffer cache(bytes), q(as_bits(values.q)), o(index(2 * 4 * kDim * 4)),
+      workspace(std::size_t{8} << 20);
+  const std::vector<std::uint16_t> k = as_bits(values.k), v = as_bits(values.v);
+  auto* const base = static_cast<std::uint16_t*>(cache.data());
+  for (std::int64_t b = 0; b < 2; ++b) {  // K, then V behind it
+    const std::int64_t part = kKeys * kDim;
+    for (const auto& [from, at] : {std::pair{&k, b * kFar}, std::pair{&v, b * kFar + part}}) {
+      ASSERT_EQ(
+          cudaMemcpy(base + at, from->data() + b * part, index(part * 2), cudaMemcpyHostToDevice),
+          cudaSuccess);
+    }
+  }
+  const Result<Plan> made = plan(sized_problem(c), Device::cuda(), {.kernel = "decode_sm90"});
+  ASSERT_TRUE(made) << made.status().message();
+  ASSERT_LE(made->workspace_bytes(), static_cast<std::int64_t>(workspace.bytes()));
+  TensorView keys = TensorView::contiguous(base, DType::bf16, 2, kKeys, 1, kDim);
+  keys.stride_batch = kFar;
+  TensorView rows = keys;
+  rows.data = base + kKeys * kDim;
+  const auto run = [&](const Plan& plan, const IndexView& pages) {
+    o.poison();
+    ForwardInputs in{
+        .q = TensorView::contiguous(q.data(), DType::bf16, 2, 1, 4, kDim), .k = keys, .v = rows};
+    in.page_table = pages;
+    const Status status =
+        plan.forward(in, {TensorView::contiguous(o.data(), DType::f32, 2, 1, 4, kDim)},
+                     {workspace.data(), static_cast<std::int64_t>(workspace.bytes())});
+    EXPECT_TRUE(status) << status.message();
+    return Output{o.download<float>(), {}};
+  };
+  const Output dense = run(*made, {});
+  EXPECT_TRUE(close_to(dense, expect_values(c, values), c));
+
+  AttentionProblem paged = sized_problem(c);
+  paged.layout = Layout::paged;
+  paged.page_size = kKeys;
+  paged.num_pages = 2;
+  const Result<Plan> by_pages = plan(paged, Device::cuda(), {.kernel = "decode_sm90"});
+  ASSERT_TRUE(by_pages) << by_pages.status().message();
+  const DeviceBuffer table(std::vector<std::int32_t>{0, 1});
+  EXPECT_TRUE(same_bits(run(*by_pages, {table.data(), DType::i32, 2, 1}), dense));
+}
+
+TEST(DecodeSm90Plan, IsChosenForOneQueryAndSaysWhatItRefuses) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  AttentionProblem p{.heads_q = 32,
+                     .heads_kv = 8,
+                     .seqlen_q = 1,
+                     .seqlen_kv = 8192,
+                     .head_dim = 128,
+                     .dtype = DType::bf16};
+  const Result<Plan> chosen = plan(p, Device::cuda());
+  ASSERT_TRUE(chosen) << chosen.status().message();
+  EXPECT_EQ(chosen->kernel(), "decode_sm90") << chosen->explain();
+  p.dtype = DType::f32;
+  const Status refused = plan(p, Device::cuda(), {.kernel = "decode_sm90"}).status();
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+  EXPECT_NE(refused.message().find("f32 is not among bf16, f16"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace rafter::testing
