@@ -219,7 +219,10 @@ struct Loaded {
         dq(q.bytes()),
         dk(k.bytes()),
         dv(v.bytes()),
-        workspace(static_cast<std::size_t>(entry().workspace(problem))) {}
+        workspace(static_cast<std::size_t>(entry().workspace(problem))) {
+    // The buffers are poisoned on the default stream, for which streams of a test may not wait.
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
 
   static std::vector<std::uint16_t> random(std::int64_t count, std::uint32_t seed) {
     std::vector<std::uint16_t> bits(static_cast<std::size_t>(count));
