@@ -8,6 +8,8 @@ from . import _core
 from ._arrays import on_stream
 
 Window = Optional[Tuple[Optional[int], Optional[int]]]
+# For a backward pass: no page_table, k_scale, v_scale, tree_mask or bad_pages.
+FORWARD_ONLY = (None,) * 5
 
 
 def on(stream: Any, array: Any, call: Any, *arguments: Any) -> Any:
@@ -201,7 +203,7 @@ def attention_backward(
 
     Returns: (dq, dk, dv), of the shapes of q, k, v and of q's dtype.
     """
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *FORWARD_ONLY)
     options = (
         causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, 0
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._attention import Window, on
+from ._attention import FORWARD_ONLY, Window, on
 from ._explain import Explanation
 
 
@@ -112,7 +112,7 @@ class Plan:
     ) -> Tuple[Any, Any, Any]:
         """Runs a plan made with pass_="backward"; arrays, results and errors as
         rafter.attention_backward."""
-        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
+        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *FORWARD_ONLY)
         return on(stream, q, self._core.backward, arrays, (o, lse, d_o, dlse), out)
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _core
+from .._attention import FORWARD_ONLY
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Modes that see operators: a direct call would hide from them. Absent in some PyTorch: then none.
@@ -28,33 +29,13 @@ def _options(
     return (False, (left, right), align, scale, softcap, None, None, 0, splits)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: int,
-    right: int,
-    top_left: bool,
-    scale: Optional[float],
-    softcap: float,
-    splits: int,
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_kv: Optional[Tensor],
-    max_seqlen_q: Optional[int],
-    max_seqlen_kv: Optional[int],
-    seqused_kv: Optional[Tensor],
-    page_table: Optional[Tensor],
-    k_scale: Optional[Tensor],
-    v_scale: Optional[Tensor],
-    return_lse: bool,
-) -> Any:
-    arrays = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
-    )  # fmt: skip
+def _forward(arguments: Tuple[Any, ...], return_lse: bool) -> Any:
+    """What attention_op does with its arguments: o, or (o, lse)."""
+    (q, k, v, left, right, top_left, scale, softcap, splits, cu_q, cu_kv, max_q, max_kv, seqused,
+     page_table, k_scale, v_scale) = arguments  # fmt: skip
+    arrays = (q, k, v, cu_q, cu_kv, seqused, page_table, k_scale, v_scale, None, None)
     options = _options(left, right, top_left, scale, softcap, splits)
-    return _core.attend(
-        arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, None, False, True, None
-    )
+    return _core.attend(arrays, options, max_q, max_kv, return_lse, None, False, True, None)
 
 
 @torch.library.custom_op("rafter::attention", mutates_args=())
@@ -77,10 +58,11 @@ def attention_op(
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
-    return _forward(
+    arguments = (
         q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
-        max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale, True,
+        max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
     )  # fmt: skip
+    return _forward(arguments, True)
 
 
 @attention_op.register_fake
@@ -111,7 +93,7 @@ def backward_op(
     max_seqlen_kv: Optional[int],
     seqused_kv: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *[None] * 5)
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, *FORWARD_ONLY)
     options = _options(left, right, top_left, scale, softcap, 0)
     return _core.attend_backward(
         arrays, (o, lse, d_o, dlse), options, max_seqlen_q, max_seqlen_kv, None, None
@@ -236,15 +218,13 @@ def attend(
     if getattr(forward_ad, "_current_level", -1) >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     left, right = window
-    if _is_direct(q, k, v):
-        return _forward(
-            q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
-            max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale, return_lse,
-        )  # fmt: skip
-    o, lse = attention_op(
+    arguments = (
         q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
         max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
     )  # fmt: skip
+    if _is_direct(q, k, v):
+        return _forward(arguments, return_lse)
+    o, lse = attention_op(*arguments)
     return (o, lse) if return_lse else o
 
 
