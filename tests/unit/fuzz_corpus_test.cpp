@@ -23,8 +23,8 @@ using Fuzzer = int (*)(const std::uint8_t*, std::size_t);
 /// A claim that does not hold aborts the test.
 void run_corpus(const std::string& name, Fuzzer fuzzer) {
   int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(std::string(RAFTER_SOURCE_DIR) +
-                                                               "/tools/fuzz/corpus/" + name)) {
+  const auto corpus = std::filesystem::path(RAFTER_SOURCE_DIR) / "tools/fuzz/corpus" / name;
+  for (const auto& entry : std::filesystem::directory_iterator(corpus)) {
     SCOPED_TRACE(entry.path());
     std::ifstream file(entry.path(), std::ios::binary);
     const std::string bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
