@@ -172,7 +172,6 @@ void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& 
   params.group = static_cast<int>(p.heads_q / p.heads_kv);
   params.seqlen_q = static_cast<int>(p.seqlen_q);
   params.seqlen_kv = static_cast<int>(p.seqlen_kv);
-  params.head_dim = static_cast<int>(p.head_dim);
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.page_size = static_cast<int>(p.page_size);
   params.num_pages = static_cast<int>(p.num_pages);

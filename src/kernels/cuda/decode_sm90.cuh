@@ -13,12 +13,10 @@
 // go on: where a unit is one of several parts the result goes to the workspace, and the last CTA to
 // arrive merges them in their order. Arrival is a word per part, equal to the id of the launch: the
 // workspace needs no preparation. Should two CTAs merge they would write the same bits.
-// Named barriers: 1 … 8 among the warps of the same keys, 9 results are in shared memory, 10 they
+// Named barriers: 1 … 7 among the warps of the same keys, 9 results are in shared memory, 10 they
 // were taken. One of the finishing warps finds the units: barriers full and empty of a ring of
 // them.
 #pragma once
-
-#include <type_traits>
 
 #include "hw/cuda/barrier.cuh"
 #include "hw/cuda/mma.cuh"
@@ -181,16 +179,17 @@ struct Decode {
   static constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
   static constexpr bool kBytes = kWidth == 1;
   static constexpr int kD = kShape.head_dim, kSteps = kD / 16;  // of 16 columns
-  static constexpr int kRowBytes = kShape.row_bytes(), kChunks = kRowBytes / 16;
+  static constexpr int kRowBytes = kShape.row_bytes();
   static constexpr int kStages = kShape.stages, kBlockBytes = kShape.block_bytes();
   static constexpr int kKeys = tiles::kDecodeBlockKeys, kRows = tiles::kDecodeBlockRows;
   static constexpr int kWarps = kShape.warps, kTileRows = kShape.tile_rows();
   static constexpr int kFinishers = 32 * tiles::kDecodeFinishWarps;  // threads
   static constexpr int kWritten = 9, kTaken = 10;                    // named barriers of those two
+  static_assert(kWarps <= 8);  // whose groups have the seven from 1 on
   static constexpr int kMeeting = 32 * kWarps + kFinishers;
   static constexpr int kUnits = tiles::kDecodeUnitRing;
   static constexpr std::int64_t kAbsent = INT64_MIN;  // offset of a row that is not there
-  static constexpr int kQueryChunks = kD / 8, kQueryBytes = kShape.query_bytes();
+  static constexpr int kQueryBytes = kShape.query_bytes();
   static constexpr int kScale = kShape.scale_bytes();
   static constexpr int kPresent = tiles::Sm90DecodeRow::kPresentBytes;
   // An 8-bit V is exact in bf16, whose range holds p · factor; where q is f16 a second product adds
@@ -237,18 +236,20 @@ struct Decode {
     return reinterpret_cast<float2*>(exchange_o() + kTileRows * kD);
   }
 
-  /// Among the warps of the same keys.
+  /// Among the warps of the same keys. Groups of 2, 4 and 8 warps have barriers of their own: a
+  /// unit may follow one whose groups were of another size before all of those have gone on.
   __device__ void group_barrier(const DecodeUnit& unit) const {
     if (unit.row_warps_log2 == 0) {
       __syncwarp();
     } else {
-      named_barrier_sync(1 + key_warp(unit), 32 << unit.row_warps_log2);
+      const int first = 1 + kWarps - (2 * kWarps >> unit.row_warps_log2);
+      named_barrier_sync(first + key_warp(unit), 32 << unit.row_warps_log2);
     }
   }
 
   // ---- copies ---------------------------------------------------------------------------------
 
-  /// What is copied next. All lanes agree on all but `page`.
+  /// What is copied next. All lanes agree on all but the rows.
   struct Cursor {
     DecodeUnit unit;
     std::uint32_t count = 0;  // of units begun
@@ -321,7 +322,6 @@ struct Decode {
 #pragma unroll 1
       for (int word = 0; word < 4; ++word) {
         std::uint32_t value = 0;
-
 #pragma unroll 1
         for (int e = 0; e < 4 / kSize; ++e) {
           const int byte = chunk * 16 + word * 4 + e * kSize;
@@ -650,7 +650,7 @@ struct Decode {
     if constexpr (kTwoProducts) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[e] -= __uint_as_float(__float_as_uint(to_bf16_value(p[e])));
+        p[e] -= to_bf16_value(p[e]);
       }
       operand(p, p0, p1);
       add_values(rows, block, p0, p1);
@@ -905,7 +905,9 @@ struct Decode {
     if (lane == 0) {
       before = atomicExch(reinterpret_cast<unsigned long long*>(claim_of(unit)), params.launch_id);
     }
-    return __shfl_sync(~0u, before, 0) != params.launch_id;
+    before = __shfl_sync(~0u, before, 0);
+    __syncwarp();  // what one lane has acquired, all may read
+    return before != params.launch_id;
   }
 
   __device__ std::uint64_t* claim_of(const DecodeUnit& unit) const {

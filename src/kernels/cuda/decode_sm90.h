@@ -43,7 +43,7 @@ struct DecodeParams {
   std::int64_t tree_mask_batch = 0;
   int batch = 0, heads_kv = 0, group = 1;
   int seqlen_q = 0, seqlen_kv = 0;  // capacities
-  int head_dim = 0, head_dim_v = 0;
+  int head_dim_v = 0;
   int row_blocks = 1;                       // of query rows, at most
   int window_left = -1, window_right = -1;  // at most kMaxLength
   bool top_left = false;

@@ -1,4 +1,6 @@
 // decode_sm90 against float64: dtypes, shapes, layouts, masks, forced splits.
+#include <array>
+
 #include "kernels/cuda/decode_sm90_case.h"
 
 namespace rafter::testing {
@@ -136,6 +138,21 @@ TEST_P(DecodeSm90, MatchesFloat64Packed) {
     c.lengths({3, 0, 16, 1}, {600, 33, 16, 0});
     check_case(c, on_sm90());
   }
+}
+
+/// CTAs take several units, whose query rows are shared among 1, 2, 4 and 8 warps by turns.
+TEST_P(DecodeSm90, MatchesFloat64PackedWhereRowCountsAlternate) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  Case c = make(4, 64);
+  c.problem.layout = Layout::packed;
+  c.problem.mask = Mask::causal();
+  std::vector<std::int64_t> queries, keys;
+  for (std::int64_t b = 0; b < 400; ++b) {
+    queries.push_back(std::array<std::int64_t, 5>{4, 8, 16, 2, 7}[static_cast<std::size_t>(b % 5)]);
+    keys.push_back(16 + b % 40);
+  }
+  c.lengths(queries, keys);
+  check_case(c, on_sm90());
 }
 
 TEST_P(DecodeSm90, MatchesFloat64InForcedSplits) {
