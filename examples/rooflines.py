@@ -27,7 +27,8 @@ rafter.roofline.plot(pipelines).save(folder / "pipelines.svg")
 
 # %% [markdown]
 # ## Prefill against decode
-# One new query reads the whole cache for two FLOP of each byte: no length makes it compute-bound.
+# One new query does one FLOP for each byte of the cache and head that shares it, here four: no length
+# makes it compute-bound.
 
 # %%
 prefill = [
