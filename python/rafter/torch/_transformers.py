@@ -108,6 +108,8 @@ def attention_for_rafter(
     s_aux: Optional[Tensor] = None,
     position_bias: Optional[Tensor] = None,
     output_attentions: bool = False,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Optional[Tensor] = None,
     **_: Any,
 ) -> Tuple[Tensor, None]:
     """The signature of transformers' attention functions: query [batch, heads, seqlen, head_dim];
@@ -117,6 +119,8 @@ def attention_for_rafter(
         s_aux=s_aux,
         position_bias=position_bias,
         output_attentions=output_attentions,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
     )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     span = -1 if sliding_window is None else sliding_window - 1  # its count includes the row's key

@@ -74,6 +74,7 @@ def test_what_it_has_not_is_refused_by_name():
         (dict(position_ids=packed), "mask_function"),
         (dict(attention_mask=torch.ones(1, 1, 13, 13, dtype=torch.bool)), "attention_mask"),
         (dict(attention_mask=torch.zeros(1, 1, 13, 13)), "attention_mask"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 6, 13])), "cu_seq_lens_q"),
     ]:
         with pytest.raises(NotImplementedError, match="^" + message):
             model(ids[:1], use_cache=False, **more)
