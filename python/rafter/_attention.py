@@ -249,7 +249,8 @@ def append(
         page_table: [batch, pages per sequence] int32 or int64.
         q: [batch, seqlen, heads_q, head_dim], queries to turn in the same launch.
         cos, sin: float32 [max_position, rotary_dim / 2] tables of a rotary position embedding.
-        interleaved: elements 2i and 2i + 1 turn together, else i and i + rotary_dim / 2.
+        interleaved: elements 2i and 2i + 1 turn together, else i and i + rotary_dim / 2; False
+            without cos and sin.
         k_scale, v_scale: float32 factors of 8-bit caches: [heads_kv] given, rows are divided by
             them; or of the shape of the cache without head_dim, computed for each row and written.
         dropped: [batch] int32, written: how many tokens were not.

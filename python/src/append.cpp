@@ -83,12 +83,15 @@ nb::object append(const nb::tuple& arrays, const nb::tuple& rope_, nb::handle ou
   if (cos.name.empty() != sin.name.empty()) {
     raise_invalid(cos.name.empty() ? "cos" : "sin", "None", "cos and sin, or neither");
   }
+  if (argument<bool>("interleaved", rope_[2], "True or False")) {
+    if (cos.name.empty()) {
+      raise_invalid("interleaved", "True", "False without cos and sin");
+    }
+    inputs.rope.pairs = Rope::Pairs::interleaved;
+  }
   if (!cos.name.empty()) {
     inputs.rope.cos = table(cos, inputs.rope);
     inputs.rope.sin = table(sin, inputs.rope);
-    if (argument<bool>("interleaved", rope_[2], "True or False")) {
-      inputs.rope.pairs = Rope::Pairs::interleaved;
-    }
   }
   std::optional<ResultArray> turned;
   if (!q.name.empty()) {

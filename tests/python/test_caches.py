@@ -88,6 +88,7 @@ def test_what_append_is_given_wrong_is_named():
         (dict(cos=table.T, sin=table.T), "cos: an array of another form"),
         (dict(out=q), "out: an array given; None without q"),
         (dict(cos=table, sin=table, interleaved=3), "interleaved: 3 given"),
+        (dict(interleaved=True), "interleaved: True given; False without cos and sin"),
         (dict(k_scale=np.ones(2, np.float32)), "k_scale"),
     ]:
         with pytest.raises(ValueError, match="^" + message):

@@ -129,7 +129,7 @@ def _append(
     """Appends k and v, turned where there are tables of rope; gives q, turned like them."""
     _check_room(lengths, k, caches[0], block_table)
     if tables is None:
-        append_op(k, v, *caches, lengths, block_table, k, None, None, interleaved)
+        append_op(k, v, *caches, lengths, block_table, k, None, None, False)
         return q
     cos, sin = (x.float().contiguous() for x in tables)
     return append_op(k, v, *caches, lengths, block_table, q, cos, sin, interleaved)
