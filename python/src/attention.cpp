@@ -66,6 +66,12 @@ nb::dict problem_dict(const AttentionProblem& p) {
   d["align"] = p.mask.align == MaskAlign::top_left ? "top-left" : "bottom-right";
   d["softmax_scale"] = *p.softmax_scale;
   d["softcap"] = p.softcap;
+  d["total_q"] = p.total_q;
+  d["total_kv"] = p.total_kv;
+  d["page_size"] = p.page_size;
+  d["num_pages"] = p.num_pages;
+  d["seqused_kv"] = p.seqused_kv;
+  d["tree_mask"] = p.tree_mask;
   return d;
 }
 

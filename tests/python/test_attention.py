@@ -200,6 +200,9 @@ def test_a_plan_runs_as_often_as_wanted():
         np.testing.assert_array_equal(plan.forward(q, k, v), rafter.attention(q, k, v))
     assert plan.kernel in plan.explain() and plan.kernel in repr(plan)
     assert plan.workspace_bytes >= 0 and plan.problem["heads_kv"] == 2
+    paged = rafter.plan(seqlen_q=1, seqlen_kv=8, page_size=4, num_pages=3, seqused_kv=True).problem
+    assert (paged["page_size"], paged["num_pages"], paged["seqused_kv"]) == (4, 3, True)
+    assert plan.problem["page_size"] == 0 and not plan.problem["seqused_kv"]
     assert {c.kernel for c in plan.candidates} <= {k["name"] for k in rafter.kernels()}
     assert plan.explanation.time_s > 0
     with pytest.raises(ValueError, match="^q.seqlen: 19 given; 18 allowed"):
