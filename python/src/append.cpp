@@ -108,7 +108,10 @@ nb::object append(const nb::tuple& arrays, const nb::tuple& rope_, nb::handle ou
     nb::gil_scoped_release released;
     status = rafter::append(inputs, outputs, place.device, place.stream);
   }
-  raise(status);
+  raise(with_names(status, {{"seqused_kv", "seqused"},
+                            {"rope.rotary_dim", "rotary_dim"},
+                            {"rope.cos", "cos"},
+                            {"rope.sin", "sin"}}));
   return turned ? turned->finish(place) : nb::none();
 }
 

@@ -62,6 +62,9 @@ std::pair<nb::object, nb::object> pair_of(const std::string& name, nb::handle ob
 /// each, lse [batch, heads]: its shapes say so, or the caller where both would fit.
 bool is_packed(const Tensor& o, const Tensor& lse, std::optional<bool> stated) {
   if (o.array.rank != 3 || lse.array.rank != 2) {
+    if (stated.value_or(false)) {
+      raise_invalid("packed", "True", "None or False where o has not three dims and lse two");
+    }
     return false;
   }
   const auto& [rows, heads] = std::tie(o.array.shape[0], o.array.shape[1]);

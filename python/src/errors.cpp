@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include <string_view>
+
 namespace rafter::python {
 
 void raise(const Status& status) {
@@ -21,6 +23,19 @@ void raise(const Status& status) {
   }
   PyErr_SetString(PyExc_RuntimeError, status.message().c_str());
   throw nb::python_error();
+}
+
+Status with_names(const Status& status,
+                  std::initializer_list<std::pair<const char*, const char*>> names) {
+  const std::string_view parameter = status.parameter();
+  for (const auto& [theirs, ours] : names) {
+    const std::string_view name = theirs;
+    const std::string_view rest = parameter.starts_with(name) ? parameter.substr(name.size()) : " ";
+    if (rest.empty() || rest.front() == '.' || rest.front() == '[') {
+      return {status.code(), ours + std::string(rest), status.given(), status.allowed()};
+    }
+  }
+  return status;
 }
 
 void raise_invalid(std::string parameter, std::string given, std::string allowed) {

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <initializer_list>
 #include <string>
 #include <utility>
 
@@ -20,6 +21,10 @@ T value_or_raise(Result<T> result) {
   raise(result.status());
   return std::move(result).value();
 }
+/// The same Status, its parameter by the caller's name: of pairs (the library's name, the
+/// caller's), the first that is the parameter or what it is a part of.
+Status with_names(const Status& status,
+                  std::initializer_list<std::pair<const char*, const char*>> names);
 [[noreturn]] void raise_invalid(std::string parameter, std::string given, std::string allowed);
 /// As raise_invalid, with the object's repr as what was given.
 [[noreturn]] void raise_invalid_value(std::string parameter, nb::handle given, std::string allowed);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <span>
-#include <string_view>
 #include <utility>
 
 #include "errors.h"
@@ -20,23 +19,6 @@ std::int64_t bound(nb::handle side) {
     raise_invalid_value("window", side, "0 or more, or None");
   }
   return keys;
-}
-
-/// What a decode step calls its arguments.
-Status with_names_of_decode(const Status& status) {
-  std::string parameter = status.parameter();
-  for (const auto& [name, decode_name] :
-       {std::pair("k", "k_cache"), std::pair("v", "v_cache"), std::pair("seqused_kv", "seqused")}) {
-    const std::string_view rest =
-        parameter.starts_with(name)
-            ? std::string_view(parameter).substr(std::string_view(name).size())
-            : " ";
-    if (rest.empty() || rest.front() == '.' || rest.front() == '[') {
-      parameter = decode_name + std::string(rest);
-      break;
-    }
-  }
-  return {status.code(), parameter, status.given(), status.allowed()};
 }
 
 Tensor optional_tensor(const char* name, nb::handle object, const Place& place) {
@@ -130,7 +112,8 @@ Inputs::Inputs(const nb::tuple& arrays, nb::handle stream, bool decode_, bool gr
       bad_pages("bad_pages", arrays[10], place) {}
 
 void Inputs::raise_named(const Status& status) const {
-  raise(decode ? with_names_of_decode(status) : status);
+  raise(decode ? with_names(status, {{"k", "k_cache"}, {"v", "v_cache"}, {"seqused_kv", "seqused"}})
+               : status);
 }
 
 ForwardInputs Inputs::views() const {

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <string>
 #include <utility>
 
 #include "errors.h"
@@ -164,6 +165,9 @@ nb::dict explain_attention(const AttentionProblem& problem, Pipeline pipeline, P
     spec = probed ? *std::move(probed) : value_or_raise(find_device("h100-sxm"));
   }
   const Convention how = value_or_raise(find_convention(convention));
+  if (splits > 1 && pipeline != Pipeline::split_kv) {
+    raise_invalid("splits", std::to_string(splits), "1, or pipeline=\"split-kv\",");
+  }
   const Cost cost = value_or_raise(attention_cost(problem, pipeline, pass, how, splits));
   nb::dict d = cost_dict(cost, value_or_raise(predict(cost, spec, how)));
   d["pipeline"] = to_string(pipeline);

@@ -90,9 +90,12 @@ def test_what_append_is_given_wrong_is_named():
         (dict(cos=table, sin=table, interleaved=3), "interleaved: 3 given"),
         (dict(interleaved=True), "interleaved: True given; False without cos and sin"),
         (dict(k_scale=np.ones(2, np.float32)), "k_scale"),
+        (dict(cos=np.zeros((4, 13), "f4"), sin=np.zeros((4, 13), "f4")), "rotary_dim: 26 given"),
     ]:
         with pytest.raises(ValueError, match="^" + message):
             rafter.append(k, v, *caches, at, **more)
+    with pytest.raises(ValueError, match="^seqused.size: 0 given"):
+        rafter.append(k, v, *caches, None)
     caches[0].flags.writeable = False
     with pytest.raises(ValueError, match="^k_cache: a read-only array given"):
         rafter.append(k, v, *caches, at)
@@ -199,3 +202,5 @@ def test_states_of_decode_merge(batch):
     np.testing.assert_allclose(lse, whole[1], atol=1e-5)
     with pytest.raises(ValueError, match="^states.1.: 3 arrays given; a pair"):
         rafter.merge([halves[0], (*halves[1], o)], packed=False)
+    with pytest.raises(ValueError, match="^packed: True given; None or False"):
+        rafter.merge([rafter.attention(q, k, v, return_lse=True)], packed=True)

@@ -56,6 +56,7 @@ def test_arguments_change_the_explanation_or_are_refused():
         ({"seqlen": None}, "^seqlen: None given"),
         ({"batch": 1.5}, "batch: 1.5 given"),
         ({"heads_q": 3, "heads_kv": 2}, "heads_kv: 2 given"),
+        ({"splits": 4, "pipeline": "fused"}, "splits: 4 given; 1, or pipeline"),
     ]:
         with pytest.raises(ValueError, match=message):
             rafter.explain(**{**base, **more})
