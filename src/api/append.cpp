@@ -90,6 +90,11 @@ Status check_rope(const AppendInputs& in) {
                                     "an even number up to head_dim = " + text(in.k.head_dim));
   }
   if (rope.rotary_dim == 0) {
+    if (rope.cos != nullptr || rope.sin != nullptr || rope.max_position != 0 ||
+        rope.pairs != Rope::Pairs::half_split) {
+      return Status::invalid_argument("rope.rotary_dim", "0, with tables, positions or pairs",
+                                      "an even number above 0, or nothing else of rope");
+    }
     return in.q.data == nullptr
                ? Status::ok()
                : Status::invalid_argument("q", "a tensor", "none without rope (it would not turn)");

@@ -84,6 +84,10 @@ TEST(Append, RefusesByName) {
   EXPECT_EQ(refused(plain, [](In& in, Out&) { in.seqused_kv = {}; }), "seqused_kv.size");
   EXPECT_EQ(refused(plain, [](In&, Out& out) { out.dropped.size = 3; }), "dropped.size");
   EXPECT_EQ(refused(plain, [](In& in, Out&) { in.rope.rotary_dim = 3; }), "rope.rotary_dim");
+  const float table[] = {1};
+  EXPECT_EQ(refused(plain, [&](In& in, Out&) { in.rope.cos = table; }), "rope.rotary_dim");
+  EXPECT_EQ(refused(plain, [](In& in, Out&) { in.rope.pairs = Rope::Pairs::interleaved; }),
+            "rope.rotary_dim");
   EXPECT_EQ(refused(plain, [](In& in, Out& out) { in.q = out.q = in.k; }), "q");
   EXPECT_EQ(refused(plain, [](In& in, Out&) { in.k_scale = in.k; }), "k_scale (in).batch");
   const std::int64_t negative[] = {1, -1};
