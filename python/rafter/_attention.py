@@ -81,7 +81,7 @@ def attention(
         out: an array for the result, of q's dtype or float32; returned.
         pipeline: "unfused", "half-fused", "fused" or "split-kv"; default: the cheapest kernel's.
         kernel: the name of a kernel (rafter.kernels() lists them).
-        threads: of a CPU; 0 is the OpenMP default.
+        threads: of a CPU; 0 is the OpenMP default, and all that a GPU takes.
         splits: parts of the keys for split-kv; 0 chooses.
         stream: of a CUDA device, in place of the current one: a stream of torch or CuPy, an object
             with __cuda_stream__, or the handle of a cudaStream_t. Results belong to it.

@@ -17,7 +17,6 @@ struct Key {
   Pass pass;
   std::optional<Pipeline> pipeline;
   std::string kernel;
-  int threads;
   std::int64_t splits;
 
   bool operator==(const Key&) const = default;
@@ -43,12 +42,15 @@ constexpr std::size_t kMostPlans = 4096;  // about 4 MB
 
 Result<Plan> planned(const AttentionProblem& problem, const Device& device,
                      const PlanOptions& options) {
+  if (device.kind == Device::Kind::cuda && options.threads != 0) {
+    return Status::invalid_argument("threads", std::to_string(options.threads),
+                                    "0 with a CUDA device");
+  }
   if (device.kind == Device::Kind::cpu || options.device_spec != nullptr) {
     return rafter::plan(problem, device, options);
   }
   static std::unordered_map<Key, Plan, Hash> plans;
-  Key key{problem,        device.index,    options.pass,  options.pipeline,
-          options.kernel, options.threads, options.splits};
+  Key key{problem, device.index, options.pass, options.pipeline, options.kernel, options.splits};
   if (const auto found = plans.find(key); found != plans.end()) {
     return found->second;
   }

@@ -93,6 +93,15 @@ def test_devices_of_plans_are_named(device):
         rafter.plan(seqlen_q=8, device=device)
 
 
+def test_threads_are_of_a_cpu():
+    for call in [
+        lambda: rafter.plan(seqlen_q=8, dtype="bf16", device="cuda", threads=4),
+        lambda: rafter.attention(cuda(), cuda(), cuda(), threads=4),
+    ]:
+        with pytest.raises(ValueError, match="^threads: 4 given; 0 with a CUDA device"):
+            call()
+
+
 def test_packed_capacities_may_be_stated():
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in oracle.qkv(seqlen_kv=19))
     cu = np.array([0, 19, 38])
