@@ -24,6 +24,7 @@
 #include "hw/cuda/tma.cuh"
 #include "hw/cuda/wgmma.cuh"
 #include "kernels/cuda/backward_sm90.h"
+#include "kernels/cuda/foreign_rows.cuh"
 #include "kernels/cuda/scores.cuh"
 #include "tiles/sm90_descriptor.h"
 #include "tiles/tile_order.h"
@@ -656,25 +657,6 @@ struct Backward {
     }
   }
 
-  /// Rows from `valid` on of a tile belong to someone else: 0 · NaN would enter a sum. Every
-  /// warpgroup writes the same zeros before it reads.
-  template <int kRows>
-  __device__ static void clear_foreign_rows(std::uint32_t tile, int valid) {
-    const int thread = static_cast<int>(threadIdx.x % 128);
-    constexpr int kChunks = tiles::kBoxRowBytes / 16;
-    for (int chunk = valid * kChunks + thread; chunk < kRows * kChunks; chunk += 128) {
-#pragma unroll
-      for (int box = 0; box < tiles::boxes(kD); ++box) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         tile + box * tiles::box_bytes(kRows) + chunk * 16),
-                     "r"(0)
-                     : "memory");
-      }
-    }
-    fence_shared_to_async();
-    named_barrier_sync(1 + static_cast<int>(threadIdx.x / 128), 128);
-  }
-
   __device__ static void release(std::uint32_t barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
@@ -707,7 +689,7 @@ struct Backward {
     if (params.problem.cu_seqlens_q.data != nullptr) {
       const int valid = shared.item(parity).seqlen_q - tile * kTileQ;
       if (valid < kTileQ) {
-        clear_foreign_rows<kTileQ>(rows, valid);
+        clear_foreign_rows<kTileQ, kD>(rows, valid, 1 + static_cast<int>(threadIdx.x / 128));
       }
     }
   }
@@ -922,8 +904,10 @@ struct Backward {
           const bool foreign = params.problem.cu_seqlens_kv.data != nullptr ||
                                params.problem.seqused_kv.data != nullptr;
           if (foreign && item.first_key + kTileKv > item.seqlen_kv) {
-            clear_foreign_rows<kTileKv>(shared.k(), item.seqlen_kv - item.first_key);
-            clear_foreign_rows<kTileKv>(shared.v(), item.seqlen_kv - item.first_key);
+            clear_foreign_rows<kTileKv, kD>(shared.k(), item.seqlen_kv - item.first_key,
+                                            1 + static_cast<int>(threadIdx.x / 128));
+            clear_foreign_rows<kTileKv, kD>(shared.v(), item.seqlen_kv - item.first_key,
+                                            1 + static_cast<int>(threadIdx.x / 128));
           }
           if constexpr (kSplitsHeadDim) {
             walk_columns(params, shared, parity, walk, n, dk, dv);

@@ -17,22 +17,12 @@
 #include "hw/cuda/barrier.cuh"
 #include "hw/cuda/tma.cuh"
 #include "hw/cuda/wgmma.cuh"
+#include "kernels/cuda/foreign_rows.cuh"
 #include "kernels/cuda/forward_sm90.h"
-#include "tiles/key_range.h"
+#include "kernels/cuda/forward_sm90_tiles.cuh"
 #include "tiles/sm90_descriptor.h"
-#include "tiles/tile_order.h"
 
 namespace rafter::cuda {
-
-/// One query tile, as the producer tells it to the consumers.
-struct TileWork {
-  int batch = -1;  // −1: no more tiles
-  int head = 0;
-  int first_query = 0;        // of the tile, in its sequence
-  int seqlen_q = 0;           // of the sequence
-  int seqlen_kv = 0;          //
-  int row_q = 0, row_kv = 0;  // first row of the sequence in its tensor (packed), else 0
-};
 
 template <int kWarpgroups, int kStages>
 struct ForwardControl {
@@ -40,100 +30,6 @@ struct ForwardControl {
   std::uint64_t q_full[kWarpgroups], q_empty[kWarpgroups];
   TileWork work[kWarpgroups][2];  // alternating: one is read while the next is written
   TileWork loading;               // the producer's own: its registers are few
-};
-
-using Mask32 = tiles::BasicMaskWindow<int>;
-
-__device__ inline Mask32 mask_of(const ForwardParams& params, const TileWork& work) {
-  return {params.window_left, params.window_right,
-          params.top_left ? 0 : work.seqlen_kv - work.seqlen_q, work.seqlen_kv};
-}
-
-/// Key tiles that the query tile sees: [x, y).
-template <int kTileQ, int kTileKv>
-__device__ inline int2 key_tiles(const ForwardParams& params, const TileWork& work) {
-  const int end = min(work.first_query + kTileQ, work.seqlen_q);
-  const Mask32::Range keys = mask_of(params, work).hull(work.first_query, end);
-  if (keys.size() == 0) {
-    return {0, 0};
-  }
-  return {keys.first / kTileKv, (keys.last + kTileKv - 1) / kTileKv};
-}
-
-/// Turns tile numbers into query tiles. Whole warp; tile numbers must grow from call to call.
-template <int kTileQ>
-struct TileFinder {
-  int tiles_before = 0;  // packed: of the sequences before first_batch
-  int first_batch = 0;
-
-  __device__ TileWork find(const ForwardParams& params, int tile) {
-    return params.cu_seqlens_q.data == nullptr ? dense(params, tile) : packed(params, tile);
-  }
-
- private:
-  __device__ static int blocks_of(int length) { return (length + kTileQ - 1) / kTileQ; }
-
-  __device__ static TileWork dense(const ForwardParams& params, int tile) {
-    const tiles::TileOrder order{params.batch * params.heads_q, blocks_of(params.seqlen_q),
-                                 params.section};
-    TileWork work;
-    if (tile >= order.tiles()) {
-      return work;
-    }
-    const tiles::QueryTile place = order.at(tile);
-    work.batch = place.head / params.heads_q;
-    work.head = place.head - work.batch * params.heads_q;
-    work.first_query = place.block * kTileQ;
-    work.seqlen_q = params.seqlen_q;
-    work.seqlen_kv =
-        params.seqused_kv.data == nullptr
-            ? params.seqlen_kv
-            : clamped_length(index_at(params.seqused_kv, work.batch), params.seqlen_kv);
-    return work;
-  }
-
-  __device__ TileWork packed(const ForwardParams& params, int tile) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    for (; first_batch < params.batch; first_batch += 32) {
-      const int b = first_batch + lane;
-      int begin = 0, length = 0;
-      if (b < params.batch) {
-        const std::int64_t start = index_at(params.cu_seqlens_q, b);
-        begin = static_cast<int>(start);
-        length = clamped_length(index_at(params.cu_seqlens_q, b + 1) - start, params.seqlen_q);
-      }
-      const int tiles = blocks_of(length) * params.heads_q;
-      int sum = tiles;  // inclusive scan over the lanes
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        sum += lane >= step ? other : 0;
-      }
-      const unsigned behind = __ballot_sync(~0u, tile < tiles_before + sum);
-      if (behind == 0) {
-        tiles_before += __shfl_sync(~0u, sum, 31);
-        continue;
-      }
-      const int owner = __ffs(static_cast<int>(behind)) - 1;
-      TileWork work;
-      work.batch = first_batch + owner;
-      work.seqlen_q = __shfl_sync(~0u, length, owner);
-      work.row_q = __shfl_sync(~0u, begin, owner);
-      const tiles::TileOrder order{params.heads_q, blocks_of(work.seqlen_q), params.section};
-      const tiles::QueryTile place =
-          order.at(tile - tiles_before - __shfl_sync(~0u, sum - tiles, owner));
-      work.head = place.head;
-      work.first_query = place.block * kTileQ;
-      const std::int64_t kv_begin = index_at(params.cu_seqlens_kv, work.batch);
-      work.row_kv = static_cast<int>(kv_begin);
-      work.seqlen_kv = clamped_length(index_at(params.cu_seqlens_kv, work.batch + 1) - kv_begin,
-                                      params.seqlen_kv);
-      if (params.seqused_kv.data != nullptr) {
-        work.seqlen_kv = clamped_length(index_at(params.seqused_kv, work.batch), work.seqlen_kv);
-      }
-      return work;
-    }
-    return {};
-  }
 };
 
 template <DType kDType, int kRow>
@@ -443,24 +339,6 @@ struct Forward {
     }
   }
 
-  /// Rows of V from `valid` on belong to someone else: 0 · NaN would enter O. Every warpgroup
-  /// writes the same zeros before it reads.
-  __device__ static void clear_foreign_values(std::uint32_t v, int valid, int warpgroup) {
-    const int thread = static_cast<int>(threadIdx.x % 128);
-    constexpr int kChunks = tiles::kBoxRowBytes / 16;
-    for (int chunk = valid * kChunks + thread; chunk < kTileKv * kChunks; chunk += 128) {
-#pragma unroll
-      for (int box = 0; box < tiles::boxes(kDv); ++box) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         v + box * tiles::box_bytes(kTileKv) + chunk * 16),
-                     "r"(0)
-                     : "memory");
-      }
-    }
-    fence_shared_to_async();
-    named_barrier_sync(1 + kWarpgroups + warpgroup, 128);
-  }
-
   /// Two neighbouring elements of O.
   __device__ static void store_pair(std::uint16_t* o, bool in_pairs, float low, float high) {
     const std::uint32_t pair = pack<kDType>(low, high);
@@ -685,7 +563,8 @@ struct Forward {
     if ((params.cu_seqlens_kv.data != nullptr || params.seqused_kv.data != nullptr) &&
         range.y * kTileKv > work.seqlen_kv) {
       await_values(n);
-      clear_foreign_values(shared.v_of(n % kStages), work.seqlen_kv - j * kTileKv, warpgroup);
+      clear_foreign_rows<kTileKv, kDv>(shared.v_of(n % kStages), work.seqlen_kv - j * kTileKv,
+                                       1 + kWarpgroups + warpgroup);
     }
     if (j < interior.x || j >= interior.y) {
       finish_edge(j);
