@@ -144,6 +144,22 @@ class DeviceClock {
   std::shared_ptr<State> state_;
 };
 
+/// Work captured once and replayed.
+class DeviceGraph {
+ public:
+  /// Captures what `queue` queues on `stream`, which is not the default stream. What a first call
+  /// makes for itself must have been made. Errors: device_error; those of the work.
+  static Result<DeviceGraph> capture(const Device& device, Stream stream, const Work& queue);
+  Status launch(Stream stream) const;
+  /// Kernels in it, as the driver has them.
+  std::int64_t kernels() const { return kernels_; }
+
+ private:
+  Device device_;
+  std::shared_ptr<void> graph_;
+  std::int64_t kernels_ = 0;
+};
+
 // ---- ceilings of this machine
 
 /// Bandwidth at one working set; a sweep of them shows the levels of the memory hierarchy.

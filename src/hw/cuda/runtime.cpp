@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <vector>
+
 #include "hw/cuda/launch.h"
 
 namespace rafter::cuda {
@@ -99,15 +101,42 @@ Status begin_capture(void* stream) {
                    "capture of a graph");
 }
 
-Result<void*> end_capture(void* stream) {
+namespace {
+
+Result<std::int64_t> count_kernels(cudaGraph_t graph) {
+  std::size_t count = 0;
+  if (Status s = status_of(cudaGraphGetNodes(graph, nullptr, &count), "graph"); !s) {
+    return s;
+  }
+  std::vector<cudaGraphNode_t> nodes(count);
+  if (Status s = status_of(cudaGraphGetNodes(graph, nodes.data(), &count), "graph"); !s) {
+    return s;
+  }
+  std::int64_t kernels = 0;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
+    if (Status s = status_of(cudaGraphNodeGetType(node, &type), "graph"); !s) {
+      return s;
+    }
+    kernels += type == cudaGraphNodeTypeKernel ? 1 : 0;
+  }
+  return kernels;
+}
+
+}  // namespace
+
+Result<void*> end_capture(void* stream, std::int64_t* kernels) {
   cudaGraph_t graph = nullptr;
   if (Status status =
           status_of(cudaStreamEndCapture(stream_of(stream), &graph), "capture of a graph");
       !status) {
     return status;
   }
+  const Result<std::int64_t> counted = count_kernels(graph);
+  *kernels = counted ? *counted : 0;
   cudaGraphExec_t ready = nullptr;
-  const Status made = status_of(cudaGraphInstantiate(&ready, graph, 0), "graph");
+  const Status made =
+      !counted ? counted.status() : status_of(cudaGraphInstantiate(&ready, graph, 0), "graph");
   (void)cudaGraphDestroy(graph);
   if (!made) {
     return made;

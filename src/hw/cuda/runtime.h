@@ -31,7 +31,8 @@ Result<double> seconds_between(void* start, void* stop);
 
 /// What is queued on the stream between the two becomes a graph, ready to run (cudaGraphExec_t).
 Status begin_capture(void* stream);
-Result<void*> end_capture(void* stream);
+/// `kernels` takes how many of its nodes are kernels.
+Result<void*> end_capture(void* stream, std::int64_t* kernels);
 void release_graph(void* graph);
 Status launch_graph(void* graph, void* stream);
 

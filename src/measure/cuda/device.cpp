@@ -164,17 +164,22 @@ Status queue_calls(const Work& queue, std::int64_t calls) {
 }
 
 /// The calls as a graph. A capture is ended even where a call fails, or the stream stays unusable.
-Result<Handle> capture(const Work& queue, std::int64_t calls, void* stream, int device) {
+Result<Handle> capture(const Work& queue, std::int64_t calls, void* stream, int device,
+                       std::int64_t* kernels = nullptr) {
   if (Status status = cuda::begin_capture(stream); !status) {
     return status;
   }
   const Status queued = queue_calls(queue, calls);
-  const Result<void*> graph = cuda::end_capture(stream);
+  std::int64_t counted = 0;
+  const Result<void*> graph = cuda::end_capture(stream, &counted);
   if (!queued) {
     return queued;
   }
   if (!graph) {
     return graph.status();
+  }
+  if (kernels != nullptr) {
+    *kernels = counted;
   }
   return own(*graph, device, cuda::release_graph);
 }
@@ -244,6 +249,27 @@ Result<CountedBytes> DeviceClock::count(const Work& queue, double flush_bytes) c
   const Result<cuda::DramBytes> counted = cuda::count_dram_bytes(queue);
   return counted ? Result<CountedBytes>(CountedBytes{counted->read, counted->written})
                  : counted.status();
+}
+
+Result<DeviceGraph> DeviceGraph::capture(const Device& device, Stream stream, const Work& queue) {
+  const cuda::DeviceScope scope(device.index);
+  if (!scope.status()) {
+    return scope.status();
+  }
+  DeviceGraph made;
+  const Result<Handle> graph =
+      rafter::capture(queue, 1, stream.handle, device.index, &made.kernels_);
+  if (!graph) {
+    return graph.status();
+  }
+  made.device_ = device;
+  made.graph_ = *graph;
+  return made;
+}
+
+Status DeviceGraph::launch(Stream stream) const {
+  const cuda::DeviceScope scope(device_.index);
+  return scope.status() ? cuda::launch_graph(graph_.get(), stream.handle) : scope.status();
 }
 
 }  // namespace rafter

@@ -30,6 +30,9 @@ TimedWork DeviceClock::timed(Work, Queueing, double) const {
 }
 Result<CountedBytes> DeviceClock::count(const Work&, double) const { return no_cuda(); }
 
+Result<DeviceGraph> DeviceGraph::capture(const Device&, Stream, const Work&) { return no_cuda(); }
+Status DeviceGraph::launch(Stream) const { return no_cuda(); }
+
 Result<Probe> probe_cuda(const Device&, const ProbeOptions&) { return no_cuda(); }
 
 }  // namespace rafter
