@@ -452,6 +452,7 @@ struct ModelConfig {
   bool attention_bias = false;  // on q, k, v and o
   bool qkv_bias = false;        // on q, k, v only (Qwen2)
   bool mlp_bias = false;
+  bool qk_norm = false;             // RMSNorm over head_dim of q and of k (Qwen3)
   std::int64_t sliding_window = 0;  // keys that a token sees, itself among them; 0: all before it
   DType dtype = DType::bf16;        // of weights and activations as published
 

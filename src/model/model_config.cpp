@@ -19,7 +19,7 @@ constexpr std::size_t kMaxConfigBytes = std::size_t{1} << 20;
 
 /// model_type values whose decoder is RMSNorm, attention with RoPE and GQA, SwiGLU. An empty one is
 /// taken at its word.
-constexpr std::array kLlamaLike = {"llama", "mistral", "qwen2", ""};
+constexpr std::array kLlamaLike = {"llama", "mistral", "qwen2", "qwen3", ""};
 
 ModelConfig reference_7b() {
   return {.name = "reference-7b",
@@ -117,16 +117,31 @@ DType published_dtype(Reader& read) {
   return DType::bf16;
 }
 
+/// What a CPU runs in milliseconds: 56 M parameters.
+ModelConfig reference_60m() {
+  return {.name = "reference-60m",
+          .hidden_size = 512,
+          .intermediate_size = 1408,
+          .num_layers = 8,
+          .heads_q = 8,
+          .heads_kv = 4,
+          .head_dim = 64,
+          .vocab_size = 32000,
+          .dtype = DType::f32};
+}
+
 }  // namespace
 
-std::vector<std::string> model_names() { return {reference_7b().name}; }
+std::vector<std::string> model_names() { return {reference_60m().name, reference_7b().name}; }
 
 Result<ModelConfig> find_model(std::string_view name) {
-  if (name == "reference-7b") {
-    return reference_7b();
+  for (ModelConfig& model : std::array{reference_60m(), reference_7b()}) {
+    if (name == model.name) {
+      return std::move(model);
+    }
   }
   return Status::invalid_argument("model", std::string(name),
-                                  "reference-7b or the path of a config.json");
+                                  "reference-60m, reference-7b or the path of a config.json");
 }
 
 Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
@@ -146,7 +161,7 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
     known = known || type == each;
   }
   if (!known) {
-    return Status::unsupported("model_type", type, "llama, mistral, qwen2");
+    return Status::unsupported("model_type", type, "llama, mistral, qwen2, qwen3");
   }
   ModelConfig m;
   m.name = std::string(name);
@@ -166,10 +181,11 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
   m.tie_word_embeddings = read.flag("tie_word_embeddings", false);
   m.attention_bias = read.flag("attention_bias", false);
   m.qkv_bias = type == "qwen2";  // q, k, v carry a bias there, o does not
+  m.qk_norm = type == "qwen3";
   m.mlp_bias = read.flag("mlp_bias", false);
   m.dtype = published_dtype(read);
-  // Qwen2 publishes a window and turns it on by a flag; others mean it when it is there.
-  if (type != "qwen2" || read.flag("use_sliding_window", false)) {
+  // Qwen publishes a window and turns it on by a flag; others mean it when it is there.
+  if ((type != "qwen2" && type != "qwen3") || read.flag("use_sliding_window", false)) {
     m.sliding_window = read.count("sliding_window", 0, 1, model::kMaxLength);
   }
   const std::string activation = read.text("hidden_act");
@@ -226,6 +242,9 @@ Result<ParameterCount> count_parameters(const ModelConfig& m, const Convention& 
   add("layers.*.self_attn.k_proj.bias", layers, qkv_bias ? kv : 0, false);
   add("layers.*.self_attn.v_proj.bias", layers, qkv_bias ? kv : 0, false);
   add("layers.*.self_attn.o_proj.bias", layers, m.attention_bias ? h : 0, false);
+  const auto d = static_cast<double>(m.head_dim);
+  add("layers.*.self_attn.q_norm.weight", layers, m.qk_norm ? d : 0, false);
+  add("layers.*.self_attn.k_norm.weight", layers, m.qk_norm ? d : 0, false);
   add("layers.*.post_attention_layernorm.weight", layers, h, false);
   add("layers.*.mlp.gate_proj.weight", layers, h * f, true);
   add("layers.*.mlp.up_proj.weight", layers, h * f, true);
