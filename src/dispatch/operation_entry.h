@@ -7,6 +7,7 @@
 #include <string>
 
 #include "rafter/cache.h"
+#include "rafter/layers.h"
 
 namespace rafter {
 
@@ -24,13 +25,77 @@ struct MergeCall {
   Stream stream = {};
 };
 
-/// One operation on one kind of device: one of the functions.
+/// Where the operations of layers.h run.
+struct LayerPlace {
+  int device_index = 0;
+  Stream stream = {};
+};
+struct RmsNormCall {
+  const RmsNormInputs& in;
+  const RmsNormOutputs& out;
+  LayerPlace place;
+};
+struct PointwiseCall {
+  Pointwise function;
+  const TensorView& a;
+  const TensorView& b;
+  const TensorView& out;
+  LayerPlace place;
+};
+struct RopeCall {
+  const TensorView& x;
+  const IndexView& positions;
+  const Rope& rope;
+  const TensorView& out;
+  LayerPlace place;
+};
+struct GatherCall {
+  const TensorView& table;
+  const IndexView& rows;
+  const TensorView& out;
+  LayerPlace place;
+};
+struct LinearCall {
+  const LinearInputs& in;
+  const TensorView& out;
+  Workspace workspace;
+  LayerPlace place;
+};
+struct FillUniformCall {
+  const TensorView& out;
+  std::uint64_t seed;
+  float bound;
+  LayerPlace place;
+};
+struct AdvanceCall {
+  const CountView& counts;
+  std::int32_t by;
+  LayerPlace place;
+};
+
+/// The operations of layers.h, all of them.
+struct LayerOperations {
+  Status (*rmsnorm)(const RmsNormCall&);
+  Status (*pointwise)(const PointwiseCall&);
+  Status (*rope)(const RopeCall&);
+  Status (*gather)(const GatherCall&);
+  Status (*linear)(const LinearCall&);
+  Status (*fill_uniform)(const FillUniformCall&);
+  Status (*advance)(const AdvanceCall&);
+  std::int64_t linear_workspace_bytes;
+  const char* (*linear_kernel)(std::int64_t rows, DType dtype);
+  /// Empty, or why it does not multiply this dtype.
+  std::string (*why_no_linear)(DType dtype);
+};
+
+/// One operation on one kind of device: one of the functions, or those of layers.h.
 struct OperationEntry {
   Device::Kind device;
   /// Empty, or why this machine's device of that index cannot run it.
   std::string (*why_not)(int device_index);
   Status (*append)(const AppendCall&) = nullptr;
   Status (*merge)(const MergeCall&) = nullptr;
+  const LayerOperations* layers = nullptr;
 };
 
 using OperationsFunction = std::span<const OperationEntry> (*)();

@@ -37,6 +37,9 @@ const OperationEntry* find_append(Device::Kind device) {
 const OperationEntry* find_merge(Device::Kind device) {
   return find(device, &OperationEntry::merge);
 }
+const OperationEntry* find_layers(Device::Kind device) {
+  return find(device, &OperationEntry::layers);
+}
 
 }  // namespace dispatch
 }  // namespace rafter

@@ -9,5 +9,7 @@ namespace rafter::dispatch {
 const OperationEntry* find_append(Device::Kind device);
 /// The same of merge.
 const OperationEntry* find_merge(Device::Kind device);
+/// The same of layers.h.
+const OperationEntry* find_layers(Device::Kind device);
 
 }  // namespace rafter::dispatch

@@ -1,0 +1,104 @@
+// What stands between the attention of a Llama-like model's layers: products with weights, norms,
+// pointwise functions, RoPE, rows of a table. Each is one launch on CUDA; TransformerSession
+// (transformer.h) strings them together.
+// Rows are views [batch, seqlen, heads, head_dim] with contiguous head_dim; a matrix [rows, cols]
+// is [1, rows, 1, cols] (matrix() makes one). Arithmetic is f32, rounded once to the output's dtype
+// except where said. Every function validates its views before anything is queued: errors are
+// invalid_argument (names the tensor, what was given, what is allowed) and unsupported (what the
+// device lacks). On CUDA every pointer is device memory and the work is queued on `stream`; nothing
+// is allocated or waited for, so that a graph may capture it. A CPU refuses any stream but null.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "rafter/attention.h"
+#include "rafter/cache.h"
+#include "rafter/device.h"
+#include "rafter/status.h"
+#include "rafter/tensor.h"
+
+namespace rafter {
+
+/// A contiguous matrix as a view: [1, rows, 1, cols].
+inline TensorView matrix(const void* data, DType dtype, std::int64_t rows, std::int64_t cols) {
+  return TensorView::contiguous(data, dtype, 1, rows, 1, cols);
+}
+/// Columns [first, first + count) of a matrix.
+inline TensorView columns(TensorView of, std::int64_t first, std::int64_t count) {
+  of.data = static_cast<char*>(of.data) + first * bits_of(of.dtype) / 8;
+  of.head_dim = count;
+  return of;
+}
+/// Columns of a matrix as heads: [1, rows, heads, head_dim].
+inline TensorView heads_of(TensorView of, std::int64_t heads, std::int64_t head_dim) {
+  of.heads = heads;
+  of.head_dim = head_dim;
+  of.stride_heads = head_dim;
+  return of;
+}
+
+struct RmsNormInputs {
+  TensorView x;              // f32, bf16 or f16
+  TensorView residual = {};  // of x's shape and dtype; null: none
+  TensorView weight;         // [1, 1, 1, head_dim] of x's dtype
+  float eps = 1e-6f;
+};
+struct RmsNormOutputs {
+  TensorView y;         // of x's shape and dtype; may be x itself
+  TensorView sum = {};  // x + residual, rounded; null without a residual; may be x or residual
+};
+/// y = s / sqrt(mean(s²) + eps) · weight over each row's head_dim, where s is x, or x + residual
+/// rounded to the dtype. Source: Zhang & Sennrich 2019, arXiv 1910.07467.
+Status rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out, const Device& device,
+               Stream stream = {});
+
+enum class Pointwise : std::uint8_t {
+  add,       // a + b
+  multiply,  // a · b
+  silu,      // a / (1 + exp(−a)); b is null
+  swiglu,    // silu(a) · b, rounded once
+};
+const char* to_string(Pointwise function);
+/// out = function(a, b), all of one shape and dtype (f32, bf16, f16); out may be a or b.
+Status pointwise(Pointwise function, const TensorView& a, const TensorView& b,
+                 const TensorView& out, const Device& device, Stream stream = {});
+
+/// Turns every head of row i of x by the angles of positions[i], as append() turns a token's; x and
+/// out are [1, tokens, heads, head_dim], out may be x itself. A row whose position is not in [0,
+/// max_position) becomes NaN on CUDA and is an error on the CPU.
+Status rope(const TensorView& x, const IndexView& positions, const Rope& rope,
+            const TensorView& out, const Device& device, Stream stream = {});
+
+/// out[i] = table[rows[i]]: table [1, n, 1, cols], out [1, rows.size, 1, cols] of its dtype. A row
+/// that is not in [0, n) is NaN on CUDA and an error on the CPU.
+Status gather(const TensorView& table, const IndexView& rows, const TensorView& out,
+              const Device& device, Stream stream = {});
+
+struct LinearInputs {
+  TensorView x;          // [1, m, 1, k]
+  TensorView weight;     // [1, n, 1, k] of x's dtype, contiguous
+  TensorView bias = {};  // [1, 1, 1, n] of x's dtype; null: none
+};
+/// out = x weightᵀ + bias, accumulated in f32; out [1, m, 1, n] of x's dtype or, without a bias,
+/// f32. CUDA: cuBLASLt, and for few rows of 16 bits a kernel of ours that reads the weights once at
+/// the speed of memory; k and n are multiples of 8 there. CPU: oneDNN, in dtypes that it multiplies
+/// itself on this machine. The bits of a row may depend on the number of rows, as the library's
+/// algorithm does.
+Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
+              const Device& device, Stream stream = {});
+/// What linear() wants on a device, at least.
+std::int64_t linear_workspace_bytes(const Device& device);
+/// What linear() runs for so many rows: "onednn", "cublaslt", "vector_rows".
+std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device);
+/// "" when linear() multiplies this dtype on the device, else why not.
+std::string why_no_linear(DType dtype, const Device& device);
+
+/// Uniform values in (−bound, bound), a hash of seed and index: the same bits on every device.
+Status fill_uniform(const TensorView& out, std::uint64_t seed, float bound, const Device& device,
+                    Stream stream = {});
+
+/// counts[i] += by: lengths that grow on the device, inside a graph.
+Status advance(const CountView& counts, std::int32_t by, const Device& device, Stream stream = {});
+
+}  // namespace rafter

@@ -1,0 +1,341 @@
+// Checks of the operations of layers.h, then the device's kernel.
+#include "rafter/layers.h"
+
+#include <array>
+#include <string>
+
+#include "api/checks.h"
+#include "api/operations.h"
+#include "dispatch/operations.h"
+
+namespace rafter {
+
+const char* to_string(Pointwise function) {
+  switch (function) {
+    case Pointwise::add:
+      return "add";
+    case Pointwise::multiply:
+      return "multiply";
+    case Pointwise::silu:
+      return "silu";
+    case Pointwise::swiglu:
+      return "swiglu";
+  }
+  return "unknown";
+}
+
+namespace {
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+/// The layer operations of a device that is there.
+Result<const LayerOperations*> operations_of(const char* name, const Device& device,
+                                             Stream stream) {
+  if (Status s = api::check_device(device, stream); !s) {
+    return s;
+  }
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  if (Status s = api::check_operation(name, entry, device); !s) {
+    return s;
+  }
+  return entry->layers;
+}
+
+Status check_float(const char* name, const TensorView& tensor) {
+  switch (tensor.dtype) {
+    case DType::f32:
+    case DType::f16:
+    case DType::bf16:
+      break;
+    default:
+      return Status::invalid_argument(std::string(name) + ".dtype", to_string(tensor.dtype),
+                                      "f32, f16 or bf16");
+  }
+  for (const std::int64_t size : {tensor.batch, tensor.seqlen, tensor.heads, tensor.head_dim}) {
+    if (size < 0) {
+      return Status::invalid_argument(name, "a negative size", "sizes of 0 or more");
+    }
+  }
+  return Status::ok();
+}
+
+/// Dtype, shape, contiguous head_dim, memory.
+Status check_tensor(const char* name, const TensorView& tensor, DType dtype,
+                    const api::Shape& shape) {
+  if (tensor.dtype != dtype) {
+    return Status::invalid_argument(std::string(name) + ".dtype", to_string(tensor.dtype),
+                                    to_string(dtype));
+  }
+  const api::View view = api::view_of(name, tensor);
+  if (Status s = api::check_shape(view, shape); !s) {
+    return s;
+  }
+  if (Status s = api::check_head_dim_stride(tensor, name, false); !s) {
+    return s;
+  }
+  return api::check_memory(view);
+}
+
+api::Shape shape_of(const TensorView& t) { return {{t.batch, t.seqlen, t.heads, t.head_dim}}; }
+
+bool same_place(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.stride_batch == b.stride_batch &&
+         a.stride_seqlen == b.stride_seqlen && a.stride_heads == b.stride_heads;
+}
+
+/// An output apart from an input, or (where `in_place`) the same elements.
+struct Named {
+  const char* name;
+  const TensorView& tensor;
+};
+Status check_output(Named output, std::initializer_list<Named> inputs, bool in_place) {
+  const api::View view = api::view_of(output.name, output.tensor);
+  if (Status s = api::check_no_self_overlap(view); !s) {
+    return s;
+  }
+  for (const Named& input : inputs) {
+    if (in_place && same_place(output.tensor, input.tensor)) {
+      continue;
+    }
+    if (Status s = api::check_disjoint(view, api::view_of(input.name, input.tensor)); !s) {
+      return s;
+    }
+  }
+  return Status::ok();
+}
+
+template <typename... More>
+Status first_error(Status first, More... more) {
+  for (Status* each : std::initializer_list<Status*>{&more...}) {
+    if (first) {
+      first = std::move(*each);
+    }
+  }
+  return first;
+}
+
+/// Rows of an index within [0, limit), where they can be read.
+Status check_rows(const char* name, const IndexView& rows, std::int64_t size, std::int64_t limit,
+                  const Device& device) {
+  if (rows.dtype != DType::i32 && rows.dtype != DType::i64) {
+    return Status::invalid_argument(std::string(name) + ".dtype", to_string(rows.dtype),
+                                    "i32 or i64");
+  }
+  if (rows.size != size) {
+    return Status::invalid_argument(std::string(name) + ".size", text(rows.size), text(size));
+  }
+  if (rows.empty() && size > 0) {
+    return Status::invalid_argument(name, "null", "an array of " + text(size));
+  }
+  for (std::int64_t i = 0; device.kind == Device::Kind::cpu && i < size; ++i) {
+    if (rows[i] < 0 || rows[i] >= limit) {
+      return Status::invalid_argument(std::string(name) + "[" + text(i) + "]", text(rows[i]),
+                                      "0 to " + text(limit - 1));
+    }
+  }
+  return Status::ok();
+}
+
+Status check_rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out) {
+  const api::Shape shape = shape_of(in.x);
+  const DType dtype = in.x.dtype;
+  const bool adds = in.residual.data != nullptr;
+  if (adds != (out.sum.data != nullptr)) {
+    return Status::invalid_argument(adds ? "sum" : "residual", "null",
+                                    "both of residual and sum, or neither, are");
+  }
+  if (!(in.eps >= 0) || in.eps > 1) {
+    return Status::invalid_argument("eps", std::to_string(in.eps), "0 to 1");
+  }
+  Status checked = first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, shape),
+                               check_tensor("weight", in.weight, dtype, {{1, 1, 1, in.x.head_dim}}),
+                               check_tensor("y", out.y, dtype, shape),
+                               check_output({"y", out.y}, {{"x", in.x}}, true),
+                               check_output({"y", out.y}, {{"weight", in.weight}}, false));
+  if (!checked || !adds) {
+    return checked;
+  }
+  return first_error(check_tensor("residual", in.residual, dtype, shape),
+                     check_tensor("sum", out.sum, dtype, shape),
+                     check_output({"sum", out.sum}, {{"x", in.x}, {"residual", in.residual}}, true),
+                     check_output({"sum", out.sum}, {{"weight", in.weight}, {"y", out.y}}, false),
+                     check_output({"y", out.y}, {{"residual", in.residual}}, true));
+}
+
+Status check_rope(const Rope& rope, std::int64_t head_dim) {
+  if (rope.rotary_dim < 2 || rope.rotary_dim > head_dim || rope.rotary_dim % 2 != 0) {
+    return Status::invalid_argument("rope.rotary_dim", text(rope.rotary_dim),
+                                    "an even number from 2 to head_dim = " + text(head_dim));
+  }
+  if (rope.max_position < 0) {
+    return Status::invalid_argument("rope.max_position", text(rope.max_position), "0 or more");
+  }
+  if ((rope.cos == nullptr || rope.sin == nullptr) && rope.max_position > 0) {
+    return Status::invalid_argument(rope.cos == nullptr ? "rope.cos" : "rope.sin", "null",
+                                    "a table [max_position, rotary_dim / 2]");
+  }
+  return Status::ok();
+}
+
+Status check_linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
+                    const Device& device) {
+  const std::int64_t m = in.x.seqlen, k = in.x.head_dim, n = in.weight.seqlen;
+  const DType dtype = in.x.dtype;
+  const bool has_bias = in.bias.data != nullptr;
+  Status checked =
+      first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
+                  check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
+  if (!checked) {
+    return checked;
+  }
+  if (in.weight.seqlen > 1 && in.weight.stride_seqlen != k) {
+    return Status::invalid_argument("weight.stride_seqlen", text(in.weight.stride_seqlen), text(k));
+  }
+  const bool f32 = out.dtype == DType::f32 && !has_bias;
+  checked = first_error(
+      check_tensor("out", out, f32 ? DType::f32 : dtype, {{1, m, 1, n}}),
+      has_bias ? check_tensor("bias", in.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
+      check_output({"out", out}, {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}}, false),
+      api::check_workspace(workspace, linear_workspace_bytes(device)));
+  if (!checked) {
+    return checked;
+  }
+  if (device.kind == Device::Kind::cuda) {
+    for (const auto& [name, size] : {std::pair{"x.head_dim", k}, std::pair{"weight.seqlen", n},
+                                     std::pair{"x.stride_seqlen", in.x.stride_seqlen},
+                                     std::pair{"out.stride_seqlen", out.stride_seqlen}}) {
+      if (size % 8 != 0) {
+        return Status::invalid_argument(name, text(size), "multiples of 8 on CUDA");
+      }
+    }
+  }
+  if (std::string why = why_no_linear(dtype, device); !why.empty()) {
+    return Status::unsupported("x.dtype", to_string(dtype), std::move(why));
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Status rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out, const Device& device,
+               Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("rmsnorm", device, stream);
+  if (Status s = layers ? check_rmsnorm(in, out) : layers.status(); !s) {
+    return s;
+  }
+  return (*layers)->rmsnorm({in, out, {device.index, stream}});
+}
+
+Status pointwise(Pointwise function, const TensorView& a, const TensorView& b,
+                 const TensorView& out, const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("pointwise", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  const bool one = function == Pointwise::silu;
+  if (one != (b.data == nullptr) && a.elements() > 0) {
+    return Status::invalid_argument("b", one ? "a tensor" : "null",
+                                    one ? "none of silu" : "a tensor");
+  }
+  const api::Shape shape = shape_of(a);
+  Status checked = first_error(check_float("a", a), check_tensor("a", a, a.dtype, shape),
+                               one ? Status::ok() : check_tensor("b", b, a.dtype, shape),
+                               check_tensor("out", out, a.dtype, shape),
+                               check_output({"out", out}, {{"a", a}}, true),
+                               one ? Status::ok() : check_output({"out", out}, {{"b", b}}, true));
+  return checked ? (*layers)->pointwise({function, a, b, out, {device.index, stream}}) : checked;
+}
+
+Status rope(const TensorView& x, const IndexView& positions, const Rope& rope,
+            const TensorView& out, const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("rope", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  const api::Shape shape = {{1, x.seqlen, x.heads, x.head_dim}};
+  Status checked =
+      first_error(check_float("x", x), check_tensor("x", x, x.dtype, shape),
+                  check_tensor("out", out, x.dtype, shape),
+                  check_output({"out", out}, {{"x", x}}, true), check_rope(rope, x.head_dim));
+  if (checked) {
+    checked = check_rows("positions", positions, x.seqlen, rope.max_position, device);
+  }
+  return checked ? (*layers)->rope({x, positions, rope, out, {device.index, stream}}) : checked;
+}
+
+Status gather(const TensorView& table, const IndexView& rows, const TensorView& out,
+              const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("gather", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  Status checked =
+      first_error(check_float("table", table),
+                  check_tensor("table", table, table.dtype, {{1, table.seqlen, 1, table.head_dim}}),
+                  check_tensor("out", out, table.dtype, {{1, rows.size, 1, table.head_dim}}),
+                  check_output({"out", out}, {{"table", table}}, false));
+  if (checked) {
+    checked = check_rows("rows", rows, rows.size, table.seqlen, device);
+  }
+  return checked ? (*layers)->gather({table, rows, out, {device.index, stream}}) : checked;
+}
+
+Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
+              const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("linear", device, stream);
+  if (Status s = layers ? check_linear(in, out, workspace, device) : layers.status(); !s) {
+    return s;
+  }
+  return (*layers)->linear({in, out, workspace, {device.index, stream}});
+}
+
+std::int64_t linear_workspace_bytes(const Device& device) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr ? 0 : entry->layers->linear_workspace_bytes;
+}
+
+std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr ? std::string() : entry->layers->linear_kernel(rows, dtype);
+}
+
+std::string why_no_linear(DType dtype, const Device& device) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr ? std::string("this build has no products for ") + to_string(device.kind)
+                          : entry->layers->why_no_linear(dtype);
+}
+
+Status fill_uniform(const TensorView& out, std::uint64_t seed, float bound, const Device& device,
+                    Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("fill_uniform", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  Status checked =
+      first_error(check_float("out", out), api::check_memory(api::view_of("out", out)));
+  if (!checked) {
+    return checked;
+  }
+  if (!(bound > 0) || bound > 1e4f) {
+    return Status::invalid_argument("bound", std::to_string(bound), "above 0, up to 10000");
+  }
+  const TensorView packed =
+      TensorView::contiguous(out.data, out.dtype, out.batch, out.seqlen, out.heads, out.head_dim);
+  if (!same_place(out, packed) || out.stride_head_dim != 1) {
+    return Status::invalid_argument("out", "strides with gaps", "a contiguous tensor");
+  }
+  return (*layers)->fill_uniform({out, seed, bound, {device.index, stream}});
+}
+
+Status advance(const CountView& counts, std::int32_t by, const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("advance", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  if (counts.size < 0 || (counts.size > 0 && counts.data == nullptr)) {
+    return Status::invalid_argument("counts", "null", "an array of " + text(counts.size));
+  }
+  return (*layers)->advance({counts, by, {device.index, stream}});
+}
+
+}  // namespace rafter
