@@ -1,0 +1,344 @@
+// What running a Llama-like model takes from its config.json beside the shapes that the cost model
+// reads: constants of the norms and of RoPE. A key that is not understood is refused by name.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numbers>
+#include <sstream>
+
+#include "rafter/transformer.h"
+
+namespace rafter {
+namespace {
+
+using nlohmann::json;
+
+/// Read by parse_model().
+constexpr std::array<std::string_view, 15> kShapeKeys = {"model_type",
+                                                         "hidden_size",
+                                                         "intermediate_size",
+                                                         "num_hidden_layers",
+                                                         "num_attention_heads",
+                                                         "num_key_value_heads",
+                                                         "head_dim",
+                                                         "vocab_size",
+                                                         "tie_word_embeddings",
+                                                         "attention_bias",
+                                                         "mlp_bias",
+                                                         "torch_dtype",
+                                                         "dtype",
+                                                         "use_sliding_window",
+                                                         "hidden_act"};
+/// Read here.
+constexpr std::array<std::string_view, 9> kOwnKeys = {
+    "rms_norm_eps",   "rope_theta",        "rope_scaling", "rope_parameters",
+    "sliding_window", "max_window_layers", "layer_types",  "partial_rotary_factor",
+    "qkv_bias"};
+/// Of training, tokens, files, limits and sampling: a forward pass is the same with any value.
+constexpr std::array<std::string_view, 31> kHarmlessKeys = {"architectures",
+                                                            "attention_dropout",
+                                                            "auto_map",
+                                                            "bos_token_id",
+                                                            "eos_token_id",
+                                                            "pad_token_id",
+                                                            "decoder_start_token_id",
+                                                            "initializer_range",
+                                                            "max_position_embeddings",
+                                                            "max_length",
+                                                            "min_length",
+                                                            "name_or_path",
+                                                            "pretraining_tp",
+                                                            "transformers_version",
+                                                            "use_cache",
+                                                            "output_attentions",
+                                                            "output_hidden_states",
+                                                            "return_dict",
+                                                            "temperature",
+                                                            "top_p",
+                                                            "top_k",
+                                                            "do_sample",
+                                                            "repetition_penalty",
+                                                            "id2label",
+                                                            "label2id",
+                                                            "problem_type",
+                                                            "chunk_size_feed_forward",
+                                                            "is_encoder_decoder",
+                                                            "hidden_dropout",
+                                                            "task_specific_params",
+                                                            "tokenizer_class"};
+
+template <std::size_t kSize>
+bool among(const std::array<std::string_view, kSize>& keys, std::string_view key) {
+  return std::find(keys.begin(), keys.end(), key) != keys.end();
+}
+
+std::string shown(const json& value) {
+  std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+}
+
+/// Numbers of an object; the first failure stays.
+class Reader {
+ public:
+  Reader(const json& object, std::string prefix) : object_(object), prefix_(std::move(prefix)) {}
+
+  const json* find(const char* key) const {
+    const auto found = object_.find(key);
+    return found == object_.end() || found->is_null() ? nullptr : &*found;
+  }
+  /// A number in (0, most]; the fallback where there is none, or a failure without one.
+  double positive(const char* key, std::optional<double> fallback, double most) {
+    const json* const value = find(key);
+    const std::string allowed = fmt::format("a number above 0, up to {}", most);
+    if (value == nullptr) {
+      if (!fallback) {
+        fail(Status::invalid_argument(prefix_ + key, "nothing", allowed));
+      }
+      return fallback.value_or(1);
+    }
+    const double number = value->is_number() ? value->get<double>() : -1;
+    if (!(number > 0) || number > most) {
+      fail(Status::invalid_argument(prefix_ + key, shown(*value), allowed));
+      return fallback.value_or(1);
+    }
+    return number;
+  }
+  std::int64_t count(const char* key, std::int64_t fallback) {
+    const json* const value = find(key);
+    if (value != nullptr &&
+        (!value->is_number_integer() || value->get<double>() < 0 || value->get<double>() > 1e15)) {
+      fail(Status::invalid_argument(prefix_ + key, shown(*value), "a whole number of 0 or more"));
+      return fallback;
+    }
+    return value == nullptr ? fallback : value->get<std::int64_t>();
+  }
+  void fail(Status status) {
+    if (status_) {
+      status_ = std::move(status);
+    }
+  }
+  const std::string& prefix() const { return prefix_; }
+  const Status& status() const { return status_; }
+
+ private:
+  const json& object_;
+  std::string prefix_;
+  Status status_;
+};
+
+/// Every key is one that is understood or known to be harmless.
+Status check_keys(const json& document) {
+  for (const auto& [key, value] : document.items()) {
+    if (among(kShapeKeys, key) || among(kOwnKeys, key) || among(kHarmlessKeys, key) ||
+        key.starts_with('_') || value.is_null()) {
+      continue;
+    }
+    return Status::unsupported(key, shown(value),
+                               "it is not known whether it changes what the model computes");
+  }
+  return Status::ok();
+}
+
+/// rope_scaling as published until transformers 4, rope_parameters since 5: a type and its numbers.
+Status read_scaling(const json& object, const std::string& name, RopeConfig& rope) {
+  if (!object.is_object()) {
+    return Status::invalid_argument(name, shown(object), "an object");
+  }
+  Reader read(object, name + ".");
+  std::string type = "default";
+  for (const char* key : {"type", "rope_type"}) {
+    if (const json* given = read.find(key); given != nullptr) {
+      type = given->is_string() ? given->get<std::string>() : shown(*given);
+    }
+  }
+  const std::array<std::string_view, 4> common = {"type", "rope_type", "rope_theta",
+                                                  "partial_rotary_factor"};
+  const std::array<std::string_view, 4> of_llama3 = {
+      "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"};
+  const bool linear = type == "linear", llama3 = type == "llama3";
+  if (!linear && !llama3 && type != "default") {
+    return Status::unsupported(name, type, "default, linear and llama3 are built");
+  }
+  for (const auto& [key, value] : object.items()) {
+    const bool known = among(common, key) || (linear && key == "factor") ||
+                       (llama3 && among(of_llama3, key)) || value.is_null();
+    if (!known) {
+      return Status::unsupported(name + "." + key, shown(value),
+                                 fmt::format("it is no parameter of rope_type {}", type));
+    }
+  }
+  if (linear || llama3) {
+    rope.scaling = linear ? RopeConfig::Scaling::linear : RopeConfig::Scaling::llama3;
+    rope.factor = read.positive("factor", {}, 1e6);
+  }
+  if (llama3) {
+    rope.low_freq_factor = read.positive("low_freq_factor", {}, 1e6);
+    rope.high_freq_factor = read.positive("high_freq_factor", {}, 1e6);
+    rope.original_max_position_embeddings =
+        read.positive("original_max_position_embeddings", {}, 1e9);
+    if (rope.high_freq_factor <= rope.low_freq_factor) {
+      read.fail(Status::invalid_argument(name + ".high_freq_factor",
+                                         fmt::format("{}", rope.high_freq_factor),
+                                         "more than low_freq_factor"));
+    }
+  }
+  if (read.positive("partial_rotary_factor", 1.0, 1) != 1) {
+    read.fail(Status::unsupported(name + ".partial_rotary_factor", "less than 1",
+                                  "heads turn as a whole"));
+  }
+  return read.status();
+}
+
+Status read_rope(const json& document, Reader& read, RopeConfig& rope) {
+  rope.theta = read.positive("rope_theta", 10000.0, 1e12);
+  const bool top = read.find("rope_theta") != nullptr;
+  for (const char* name : {"rope_scaling", "rope_parameters"}) {
+    const json* const object = read.find(name);
+    if (object == nullptr) {
+      continue;
+    }
+    if (Status s = read_scaling(*object, name, rope); !s) {
+      return s;
+    }
+    if (object->contains("rope_theta")) {
+      Reader inner(*object, std::string(name) + ".");
+      const double theta = inner.positive("rope_theta", {}, 1e12);
+      if (top && theta != rope.theta) {
+        inner.fail(Status::invalid_argument(std::string(name) + ".rope_theta",
+                                            fmt::format("{}", theta),
+                                            fmt::format("the other rope_theta, {},", rope.theta)));
+      }
+      if (!inner.status()) {
+        return inner.status();
+      }
+      rope.theta = theta;
+    }
+  }
+  if (document.contains("rope_scaling") && !document["rope_scaling"].is_null() &&
+      document.contains("rope_parameters") && !document["rope_parameters"].is_null() &&
+      document["rope_scaling"] != document["rope_parameters"]) {
+    return Status::invalid_argument("rope_scaling", "beside rope_parameters", "one of the two");
+  }
+  if (read.positive("partial_rotary_factor", 1.0, 1) != 1) {
+    return Status::unsupported("partial_rotary_factor", "less than 1", "heads turn as a whole");
+  }
+  return read.status();
+}
+
+/// One window for all layers, or none: from sliding_window, Qwen's max_window_layers, layer_types.
+Status read_windows(Reader& read, ModelConfig& model) {
+  if (model.sliding_window > 0 && read.find("max_window_layers") != nullptr) {
+    const std::int64_t full = read.count("max_window_layers", 0);
+    if (full >= model.num_layers) {  // the first so many layers see all
+      model.sliding_window = 0;
+    } else if (full > 0) {
+      return Status::unsupported("max_window_layers", fmt::format("{}", full),
+                                 "a window in some layers and not in others is not built");
+    }
+  }
+  const json* const types = read.find("layer_types");
+  if (types == nullptr) {
+    return read.status();
+  }
+  if (!types->is_array() || static_cast<std::int64_t>(types->size()) != model.num_layers) {
+    return Status::invalid_argument("layer_types", shown(*types),
+                                    fmt::format("a list of {}", model.num_layers));
+  }
+  const json& first = (*types)[0];
+  for (const json& type : *types) {
+    if (type != first) {
+      return Status::unsupported("layer_types",
+                                 fmt::format("{} beside {}", shown(first), shown(type)),
+                                 "all layers are of one type");
+    }
+  }
+  if (first == "full_attention") {
+    model.sliding_window = 0;
+  } else if (first != "sliding_attention" || model.sliding_window == 0) {
+    return Status::unsupported("layer_types", shown(first),
+                               "full_attention, and sliding_attention with a sliding_window");
+  }
+  return read.status();
+}
+
+/// qkv_bias is what some write for what the model type says already.
+Status check_qkv_bias(const Reader& read, const ModelConfig& model) {
+  const json* const given = read.find("qkv_bias");
+  const bool has = model.qkv_bias || model.attention_bias;
+  return given == nullptr || *given == has
+             ? Status::ok()
+             : Status::unsupported("qkv_bias", shown(*given),
+                                   fmt::format("{} is what the model_type has", has));
+}
+
+}  // namespace
+
+double rope_frequency(const RopeConfig& rope, std::int64_t pair, std::int64_t head_dim) {
+  const double frequency =
+      std::pow(rope.theta, -2.0 * static_cast<double>(pair) / static_cast<double>(head_dim));
+  if (rope.scaling == RopeConfig::Scaling::none) {
+    return frequency;
+  }
+  if (rope.scaling == RopeConfig::Scaling::linear) {
+    return frequency / rope.factor;
+  }
+  // Turns of the pair within the original length: many stay, few are stretched.
+  const double turns = rope.original_max_position_embeddings * frequency / (2 * std::numbers::pi);
+  const double kept = std::clamp(
+      (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0);
+  return kept * frequency + (1 - kept) * frequency / rope.factor;
+}
+
+Result<TransformerConfig> find_transformer(std::string_view name) {
+  Result<ModelConfig> model = find_model(name);
+  if (!model) {
+    return model.status();
+  }
+  return TransformerConfig{.model = *std::move(model), .rms_norm_eps = 1e-5, .rope = {}};
+}
+
+Result<TransformerConfig> parse_transformer(std::string_view text, std::string_view name) {
+  Result<ModelConfig> model = parse_model(text, name);  // that it is JSON, and the shapes
+  if (!model) {
+    return model.status();
+  }
+  TransformerConfig config;
+  config.model = *std::move(model);
+  const json document = json::parse(text, nullptr, false);
+  if (Status s = check_keys(document); !s) {
+    return s;
+  }
+  Reader read(document, "");
+  config.rms_norm_eps = read.positive("rms_norm_eps", 1e-6, 1);
+  for (Status s : {read_rope(document, read, config.rope), read_windows(read, config.model),
+                   check_qkv_bias(read, config.model)}) {
+    if (!s) {
+      return s;
+    }
+  }
+  if (config.model.head_dim % 2 != 0 || config.model.head_dim > 256) {
+    return Status::unsupported("head_dim", fmt::format("{}", config.model.head_dim),
+                               "even numbers up to 256 turn and attend");
+  }
+  return config;
+}
+
+Result<TransformerConfig> load_transformer(const std::string& path) {
+  std::error_code ignored;
+  const std::filesystem::path given(path);
+  const std::string file =
+      std::filesystem::is_directory(given, ignored) ? (given / "config.json").string() : path;
+  std::ifstream stream(file, std::ios::binary);
+  std::ostringstream text;
+  if (!stream || !(text << stream.rdbuf())) {
+    return Status::io_error(file, "a file that cannot be read", "a readable config.json");
+  }
+  return parse_transformer(text.str(), file);
+}
+
+}  // namespace rafter

@@ -1,0 +1,99 @@
+// What a session holds: the cache, the lengths, and for each phase its buffers and its plan.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "rafter/attention.h"
+#include "rafter/cache.h"
+#include "rafter/layers.h"
+#include "rafter/transformer.h"
+#include "transformer/storage.h"
+#include "transformer/weights.h"
+
+namespace rafter::transformer {
+
+/// Activations and indices of one phase. Shapes: n tokens, h hidden_size, f intermediate_size.
+struct StepBuffers {
+  Storage residual, normed, projected;  // [n, h]
+  Storage qkv;                          // [n, (heads_q + 2 heads_kv) · head_dim]
+  Storage attended;                     // [n, heads_q · head_dim]
+  Storage gate_up;                      // [n, 2 f]
+  Storage activated;                    // [n, f]
+  Storage last;                         // [sequences, h]
+  Storage logits;                       // [rows, vocab_size] f32
+  Storage attention_workspace, linear_workspace;
+  Storage indices;  // i32, cut up by IndexPlaces
+};
+
+/// Where each list lies among the indices of a phase, in elements; lengths before and after the
+/// step are side by side, so that one launch advances both.
+struct IndexPlaces {
+  std::int64_t tokens = 0, positions = 0;  // [n]
+  std::int64_t before = 0, after = 0;      // [sequences]
+  std::int64_t last_rows = 0;              // [sequences]
+  std::int64_t cu_q = 0, cu_kv = 0;        // [sequences + 1]
+  std::int64_t size = 0;
+};
+
+/// One phase as it is set up.
+struct Step {
+  Phase phase = Phase::prefill;
+  std::int64_t tokens = 0;                // n
+  std::vector<std::int64_t> lengths;      // new tokens of each sequence
+  std::vector<std::int64_t> first_pages;  // prefill: pages of a sequence's prompt follow each other
+  std::int64_t logit_rows = 0;
+  StepBuffers buffers;
+  IndexPlaces places;
+  std::optional<Plan> plan;
+  std::vector<SequenceLength> attended;   // what the plan's cost is counted from
+  std::vector<StepOperation> operations;  // of the buffers and the plan as they are
+
+  std::int64_t sequences() const { return static_cast<std::int64_t>(lengths.size()); }
+};
+
+}  // namespace rafter::transformer
+
+namespace rafter::detail {
+
+struct SessionState {
+  explicit SessionState(Transformer of) : model(std::move(of)) {}
+
+  Transformer model;
+  SessionOptions options;
+  const transformer::Weights* weights = nullptr;       // of the model
+  transformer::Storage cos, sin;                       // [max_seqlen, head_dim / 2]
+  std::vector<transformer::Storage> k_cache, v_cache;  // [pages, page_size, heads_kv, head_dim]
+  std::int64_t page_columns = 0;                       // pages of a sequence of max_seqlen
+  transformer::Storage page_table;                     // [max_batch, page_columns] i32
+  transformer::Step prefill, decode;
+  std::vector<std::int64_t> lengths;  // tokens in the cache
+  Phase last = Phase::prefill;        // whose logits are asked for
+  std::optional<DeviceClock> clock;   // CUDA: its stream
+  std::optional<DeviceGraph> graph;   // of a decode step of graph_batch sequences
+  std::int64_t graph_batch = 0;
+
+  const ModelConfig& shape() const { return model.config().model; }
+  std::int64_t pages() const { return options.max_batch * page_columns; }
+  Stream stream() const { return clock ? clock->stream() : Stream{}; }
+  Status wait() const { return clock ? clock->synchronize() : Status::ok(); }
+  const transformer::Step& step(Phase phase) const {
+    return phase == Phase::prefill ? prefill : decode;
+  }
+  Rope rope() const {
+    return {.cos = static_cast<const float*>(cos.data()),
+            .sin = static_cast<const float*>(sin.data()),
+            .max_position = options.max_seqlen,
+            .rotary_dim = shape().head_dim};
+  }
+};
+
+}  // namespace rafter::detail
+
+namespace rafter::transformer {
+
+/// The operations of a step as it is set up; they are of use while the session lives.
+std::vector<StepOperation> operations_of(const detail::SessionState& state, const Step& step);
+
+}  // namespace rafter::transformer

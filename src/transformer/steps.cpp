@@ -1,0 +1,357 @@
+// The operations of a prefill or decode step, in the order in which they are queued.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "transformer/session.h"
+
+namespace rafter::transformer {
+namespace {
+
+using State = detail::SessionState;
+
+/// `count` elements of the indices of a step, from `first` on.
+IndexView indices_of(const Step& step, std::int64_t first, std::int64_t count) {
+  return {static_cast<const std::int32_t*>(step.buffers.indices.data()) + first, DType::i32, count};
+}
+
+Cost pointwise_cost(double elements, double reads, double writes, double flops, DType dtype) {
+  const Result<Cost> cost = elementwise_cost({elements, reads, writes, flops, dtype});
+  return cost ? *cost : Cost{};  // elements and dtype are of a checked config
+}
+
+class Builder {
+ public:
+  Builder(const State& state, const Step& step)
+      : state_(&state),
+        step_(step),
+        config_(state_->model.config()),
+        m_(config_.model),
+        device_(state_->model.device()),
+        dtype_(state_->model.dtype()),
+        n_(step.tokens) {}
+
+  std::vector<StepOperation> build() {
+    embed();
+    for (layer_ = 0; layer_ < m_.num_layers; ++layer_) {
+      norm(layer_ > 0, Slot::input_norm);
+      attention_block();
+      norm(true, Slot::mlp_norm);
+      mlp_block();
+    }
+    layer_ = -1;
+    add_norm(view(b().projected), true, state_->weights->norm);
+    logits();
+    if (step_.phase == Phase::decode) {
+      advance_lengths();
+    }
+    return std::move(operations_);
+  }
+
+ private:
+  const StepBuffers& b() const { return step_.buffers; }
+  TensorView view(const Storage& storage, std::int64_t cols) const {
+    return matrix(storage.data(), dtype_, n_, cols);
+  }
+  TensorView view(const Storage& storage) const { return view(storage, m_.hidden_size); }
+  double tokens() const { return static_cast<double>(n_); }
+  std::int64_t q_cols() const { return m_.heads_q * m_.head_dim; }
+  std::int64_t kv_cols() const { return m_.heads_kv * m_.head_dim; }
+  std::int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }
+  TensorView qkv() const { return view(b().qkv, qkv_cols()); }
+
+  /// Adds an operation; `run(device, stream)` queues it.
+  template <typename Run>
+  void add(std::string name, std::string kernel, Cost cost, Run run) {
+    cost.launches = 1;
+    operations_.push_back(
+        {std::move(name), layer_, std::move(kernel), std::move(cost),
+         [device = device_, run = std::move(run)](Stream stream) { return run(device, stream); }});
+  }
+
+  void embed() {
+    const TensorView table = view_of(state_->weights->embedding, dtype_), out = view(b().residual);
+    const IndexView rows = indices_of(step_, step_.places.tokens, n_);
+    add("embedding", "gather",
+        pointwise_cost(tokens() * static_cast<double>(m_.hidden_size), 1, 1, 0, dtype_),
+        [=](const Device& device, Stream stream) {
+          return gather(table, rows, out, device, stream);
+        });
+  }
+
+  /// normed = RMSNorm of the residual stream; with `adds` the residual stream first takes up the
+  /// block before.
+  void norm(bool adds, Slot slot) {
+    add_norm(view(b().projected), adds, state_->weights->at(layer_, slot));
+  }
+  void add_norm(const TensorView& block, bool adds, const Matrix& weight) {
+    const TensorView sum = view(b().residual), y = view(b().normed);
+    const TensorView w = view_of(weight, dtype_);
+    const double elements = tokens() * static_cast<double>(m_.hidden_size);
+    const auto eps = static_cast<float>(config_.rms_norm_eps);
+    if (adds && state_->options.fuse) {
+      add("add_rmsnorm", "rmsnorm", pointwise_cost(elements, 2, 2, 5, dtype_),
+          [=](const Device& device, Stream stream) {
+            return rmsnorm({.x = block, .residual = sum, .weight = w, .eps = eps},
+                           {.y = y, .sum = sum}, device, stream);
+          });
+      return;
+    }
+    if (adds) {
+      add("add", "pointwise", pointwise_cost(elements, 2, 1, 1, dtype_),
+          [=](const Device& device, Stream stream) {
+            return pointwise(Pointwise::add, block, sum, sum, device, stream);
+          });
+    }
+    add("rmsnorm", "rmsnorm", pointwise_cost(elements, 1, 1, 4, dtype_),
+        [=](const Device& device, Stream stream) {
+          return rmsnorm({.x = sum, .weight = w, .eps = eps}, {.y = y}, device, stream);
+        });
+  }
+
+  void product(const char* name, const TensorView& x, const Matrix& weight, const TensorView& out,
+               const Matrix* bias = nullptr) {
+    const TensorView w = view_of(weight, dtype_);
+    const TensorView added = bias != nullptr ? view_of(*bias, dtype_) : TensorView{};
+    const Workspace lent{b().linear_workspace.data(), b().linear_workspace.bytes()};
+    const Result<Cost> counted =
+        gemm_cost({.m = x.seqlen, .n = weight.rows, .k = weight.cols, .dtype = dtype_});
+    Cost cost = counted ? *counted : Cost{};
+    const auto outputs = static_cast<double>(x.seqlen) * static_cast<double>(weight.rows);
+    const auto count = [&cost](const char* term, double bytes) {
+      cost.bytes += bytes;
+      cost.bytes_by_term.push_back({term, bytes});
+    };
+    if (out.dtype != dtype_) {
+      count("c (f32)", outputs * (bytes_of(out.dtype) - bytes_of(dtype_)));
+    }
+    if (added.data != nullptr) {
+      count("bias", static_cast<double>(weight.rows) * bytes_of(dtype_));
+    }
+    add(name, linear_kernel(x.seqlen, dtype_, device_), std::move(cost),
+        [=](const Device& device, Stream stream) {
+          return linear({.x = x, .weight = w, .bias = added}, out, lent, device, stream);
+        });
+  }
+
+  void head_norm(const char* name, const TensorView& heads, Slot slot) {
+    const TensorView w = view_of(state_->weights->at(layer_, slot), dtype_);
+    const auto eps = static_cast<float>(config_.rms_norm_eps);
+    add(name, "rmsnorm", pointwise_cost(static_cast<double>(heads.elements()), 1, 1, 4, dtype_),
+        [=](const Device& device, Stream stream) {
+          return rmsnorm({.x = heads, .weight = w, .eps = eps}, {.y = heads}, device, stream);
+        });
+  }
+
+  void attention_block() {
+    const Weights& w = *state_->weights;
+    const Matrix& bias = w.at(layer_, Slot::qkv_bias);
+    product("qkv", view(b().normed), w.at(layer_, Slot::qkv), qkv(),
+            bias.storage ? &bias : nullptr);
+    if (m_.qk_norm) {
+      head_norm("q_norm", heads_of(columns(qkv(), 0, q_cols()), m_.heads_q, m_.head_dim),
+                Slot::q_norm);
+      head_norm("k_norm", heads_of(columns(qkv(), q_cols(), kv_cols()), m_.heads_kv, m_.head_dim),
+                Slot::k_norm);
+    }
+    if (!state_->options.fuse) {
+      turn();
+    }
+    append_rows();
+    attend();
+    const Matrix& o_bias = w.at(layer_, Slot::o_bias);
+    product("o", view(b().attended, q_cols()), w.at(layer_, Slot::o), view(b().projected),
+            o_bias.storage ? &o_bias : nullptr);
+  }
+
+  /// Unfused: q and k turn in place.
+  void turn() {
+    const TensorView heads =
+        heads_of(columns(qkv(), 0, q_cols() + kv_cols()), m_.heads_q + m_.heads_kv, m_.head_dim);
+    const IndexView positions = indices_of(step_, step_.places.positions, n_);
+    const Rope tables = state_->rope();
+    add("rope", "rope", pointwise_cost(static_cast<double>(heads.elements()), 1, 1, 3, dtype_),
+        [=](const Device& device, Stream stream) {
+          return rope(heads, positions, tables, heads, device, stream);
+        });
+  }
+
+  /// Tokens [first, first + batch · seqlen) of sequences from `sequence` on.
+  struct Group {
+    std::int64_t sequence, batch, first, seqlen;
+  };
+  /// Sequences of one length in one launch, else each by itself.
+  std::vector<Group> groups() const {
+    const std::int64_t count = step_.sequences();
+    const bool alike = std::all_of(step_.lengths.begin(), step_.lengths.end(),
+                                   [&](std::int64_t n) { return n == step_.lengths[0]; });
+    if (alike) {
+      return {{0, count, 0, step_.lengths[0]}};
+    }
+    std::vector<Group> each;
+    std::int64_t first = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      each.push_back({i, 1, first, step_.lengths[static_cast<std::size_t>(i)]});
+      first += each.back().seqlen;
+    }
+    return each;
+  }
+
+  /// Columns of the group's rows as [batch, seqlen, heads, head_dim].
+  TensorView rows_of(const Group& g, std::int64_t column, std::int64_t heads) const {
+    TensorView t = heads_of(columns(qkv(), column, heads * m_.head_dim), heads, m_.head_dim);
+    t.data = static_cast<std::byte*>(t.data) + g.first * t.stride_seqlen * bits_of(dtype_) / 8;
+    t.batch = g.batch;
+    t.seqlen = g.seqlen;
+    t.stride_batch = g.seqlen * t.stride_seqlen;
+    return t;
+  }
+
+  TensorView cache(const std::vector<Storage>& caches) const {
+    return TensorView::contiguous(caches[static_cast<std::size_t>(layer_)].data(), dtype_,
+                                  state_->pages(), state_->options.page_size, m_.heads_kv,
+                                  m_.head_dim);
+  }
+  /// Rows of the page table.
+  IndexView page_table(std::int64_t sequence, std::int64_t batch) const {
+    const std::int64_t cols = state_->page_columns;
+    return {static_cast<const std::int32_t*>(state_->page_table.data()) + sequence * cols,
+            DType::i32, batch * cols, cols};
+  }
+
+  void append_rows() {
+    const bool fused = state_->options.fuse;
+    const double element = bytes_of(dtype_), width = static_cast<double>(kv_cols());
+    for (const Group& g : groups()) {
+      AppendInputs in{.k = rows_of(g, q_cols(), m_.heads_kv),
+                      .v = rows_of(g, q_cols() + kv_cols(), m_.heads_kv),
+                      .seqused_kv = indices_of(step_, step_.places.before + g.sequence, g.batch),
+                      .page_table = page_table(g.sequence, g.batch)};
+      AppendOutputs out{.k_cache = cache(state_->k_cache), .v_cache = cache(state_->v_cache)};
+      const auto rows = static_cast<double>(g.batch * g.seqlen);
+      Cost cost = pointwise_cost(rows * 2 * width, 1, 1, 0, dtype_);
+      if (fused) {
+        in.rope = state_->rope();
+        in.q = out.q = rows_of(g, 0, m_.heads_q);
+        const double turned = rows * static_cast<double>(q_cols() + kv_cols());
+        const double q_bytes = 2 * rows * static_cast<double>(q_cols()) * element;
+        cost.bytes_by_term.push_back({"q", q_bytes});
+        cost.bytes += q_bytes;
+        cost.softmax_flops = cost.flops = 3 * turned;
+      }
+      add(fused ? "rope_append" : "append", "append", std::move(cost),
+          [=](const Device& device, Stream stream) { return append(in, out, device, stream); });
+    }
+  }
+
+  void attend() {
+    const Plan plan = *step_.plan;
+    const AttentionProblem& p = plan.problem();
+    ForwardInputs in;
+    ForwardOutputs out{.o = heads_of(view(b().attended, q_cols()), m_.heads_q, m_.head_dim)};
+    in.q = heads_of(columns(qkv(), 0, q_cols()), m_.heads_q, m_.head_dim);
+    in.k = cache(state_->k_cache);
+    in.v = cache(state_->v_cache);
+    if (p.layout == Layout::paged) {
+      for (TensorView* each : {&in.q, &out.o}) {
+        each->batch = n_;
+        each->seqlen = 1;
+        each->stride_batch = each->stride_seqlen;
+      }
+      in.page_table = page_table(0, n_);
+      in.seqused_kv = indices_of(step_, step_.places.after, n_);
+    } else {
+      // A prompt's pages follow each other, so that its rows are rows of one long page.
+      const std::int64_t rows = p.layout == Layout::packed ? p.total_kv : p.seqlen_kv;
+      for (TensorView* each : {&in.k, &in.v}) {
+        each->batch = 1;
+        each->seqlen = rows;
+        each->stride_batch = rows * each->stride_seqlen;
+      }
+    }
+    if (p.layout == Layout::packed) {
+      in.cu_seqlens_q = indices_of(step_, step_.places.cu_q, step_.sequences() + 1);
+      in.cu_seqlens_kv = indices_of(step_, step_.places.cu_kv, step_.sequences() + 1);
+      in.seqused_kv = indices_of(step_, step_.places.after, step_.sequences());
+    }
+    const Workspace lent{b().attention_workspace.data(), b().attention_workspace.bytes()};
+    const Result<Cost> cost = attention_cost(p, step_.attended, plan.pipeline());
+    add("attention", plan.kernel(), cost ? *cost : plan.cost(),
+        [=](const Device&, Stream stream) { return plan.forward(in, out, lent, stream); });
+    operations_.back().cost.launches = plan.cost().launches;
+  }
+
+  void mlp_block() {
+    const Weights& w = *state_->weights;
+    const std::int64_t f = m_.intermediate_size;
+    const TensorView gate_up = view(b().gate_up, 2 * f), act = view(b().activated, f);
+    const Matrix& up_bias = w.at(layer_, Slot::gate_up_bias);
+    product("gate_up", view(b().normed), w.at(layer_, Slot::gate_up), gate_up,
+            up_bias.storage ? &up_bias : nullptr);
+    const TensorView gate = columns(gate_up, 0, f), up = columns(gate_up, f, f);
+    const double elements = tokens() * static_cast<double>(f);
+    const auto apply = [&](Pointwise function, const TensorView& a, const TensorView& other,
+                           const TensorView& out, double reads, double flops) {
+      add(to_string(function), "pointwise", pointwise_cost(elements, reads, 1, flops, dtype_),
+          [=](const Device& device, Stream stream) {
+            return pointwise(function, a, other, out, device, stream);
+          });
+    };
+    if (state_->options.fuse) {
+      apply(Pointwise::swiglu, gate, up, act, 2, 5);
+    } else {
+      apply(Pointwise::silu, gate, {}, act, 1, 4);
+      apply(Pointwise::multiply, act, up, act, 2, 1);
+    }
+    const Matrix& down_bias = w.at(layer_, Slot::down_bias);
+    product("down", act, w.at(layer_, Slot::down), view(b().projected),
+            down_bias.storage ? &down_bias : nullptr);
+  }
+
+  /// Of every token, or of each sequence's last: one sequence's is a row of its own.
+  void logits() {
+    TensorView rows = view(b().normed);
+    if (step_.logit_rows < n_ && step_.logit_rows == 1) {
+      rows.data =
+          static_cast<std::byte*>(rows.data) + (n_ - 1) * rows.stride_seqlen * bits_of(dtype_) / 8;
+      rows.seqlen = 1;
+    } else if (step_.logit_rows < n_) {
+      const TensorView from = rows;
+      rows = matrix(b().last.data(), dtype_, step_.logit_rows, m_.hidden_size);
+      const IndexView which = indices_of(step_, step_.places.last_rows, step_.logit_rows);
+      add("last_rows", "gather",
+          pointwise_cost(static_cast<double>(rows.elements()), 1, 1, 0, dtype_),
+          [=](const Device& device, Stream stream) {
+            return gather(from, which, rows, device, stream);
+          });
+    }
+    product("lm_head", rows, state_->weights->head_matrix(),
+            matrix(b().logits.data(), DType::f32, step_.logit_rows, m_.vocab_size));
+  }
+
+  void advance_lengths() {
+    const CountView counts{static_cast<std::int32_t*>(b().indices.data()) + step_.places.before,
+                           2 * step_.sequences()};
+    add("advance", "advance", pointwise_cost(static_cast<double>(counts.size), 1, 1, 0, DType::f32),
+        [=](const Device& device, Stream stream) { return advance(counts, 1, device, stream); });
+  }
+
+  const State* state_;
+  const Step& step_;
+  const TransformerConfig& config_;
+  const ModelConfig& m_;
+  Device device_;
+  DType dtype_;
+  std::int64_t n_;
+  std::int64_t layer_ = -1;
+  std::vector<StepOperation> operations_;
+};
+
+}  // namespace
+
+std::vector<StepOperation> operations_of(const State& state, const Step& step) {
+  return Builder(state, step).build();
+}
+
+}  // namespace rafter::transformer

@@ -1,0 +1,271 @@
+// The transformer on the CPU: steps against a float64 model that is written differently.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "support/transformer_oracle.h"
+
+namespace rafter {
+namespace {
+
+using Prompts = std::vector<std::vector<std::int32_t>>;
+
+template <typename T>
+T must(Result<T> result) {
+  EXPECT_TRUE(result) << result.status().message();
+  return std::move(result).value();
+}
+void must(const Status& status) { EXPECT_TRUE(status) << status.message(); }
+
+/// head_dim · heads_q is not hidden_size; group 2.
+TransformerConfig small_config() {
+  TransformerConfig config;
+  config.model = {.name = "small",
+                  .hidden_size = 40,
+                  .intermediate_size = 56,
+                  .num_layers = 2,
+                  .heads_q = 4,
+                  .heads_kv = 2,
+                  .head_dim = 16,
+                  .vocab_size = 61,
+                  .dtype = DType::f32};
+  config.rms_norm_eps = 1e-5;
+  return config;
+}
+
+std::vector<std::int32_t> random_tokens(std::size_t count, std::int64_t vocab, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<std::int32_t> tokens(count);
+  for (std::int32_t& token : tokens) {
+    token = static_cast<std::int32_t>(generator() % static_cast<unsigned>(vocab));
+  }
+  return tokens;
+}
+
+/// The largest error of f32 logits, with the row and column where it is.
+void expect_near(const std::vector<float>& got, std::size_t first,
+                 const testing::TransformerOracle::Row& wanted, const std::string& what) {
+  ASSERT_LE(first + wanted.size(), got.size()) << what;
+  double largest = 0;
+  for (const double value : wanted) {
+    largest = std::max(largest, std::abs(value));
+  }
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    // Some hundred roundings of f32 on the way, of values of this size.
+    ASSERT_NEAR(got[first + i], wanted[i], 2e-5 * largest) << what << " logit " << i;
+  }
+}
+
+struct Variant {
+  const char* name;
+  void (*change)(TransformerConfig&);
+};
+
+class EveryVariant : public ::testing::TestWithParam<Variant> {};
+
+/// Prompts of unequal lengths prefilled together, then decoded together across a page's end: every
+/// sequence as if it were alone.
+TEST_P(EveryVariant, PrefillAndDecodeGiveTheLogitsOfTheDefinition) {
+  TransformerConfig config = small_config();
+  GetParam().change(config);
+  const Transformer model = must(Transformer::random(config, 7, Device::cpu()));
+  const auto oracle = testing::TransformerOracle::of(model);
+  const std::int64_t vocab = config.model.vocab_size;
+  for (const bool fuse : {true, false}) {
+    TransformerSession session = must(TransformerSession::make(
+        model, {.max_batch = 3, .max_seqlen = 24, .page_size = 4, .fuse = fuse}));
+    Prompts texts = {random_tokens(7, vocab, 1), random_tokens(1, vocab, 2),
+                     random_tokens(12, vocab, 3)};
+    must(session.prefill(texts));
+    for (int step = 0; step < 4; ++step) {
+      const std::vector<float> logits = must(session.logits());
+      ASSERT_EQ(logits.size(), texts.size() * static_cast<std::size_t>(vocab));
+      for (std::size_t b = 0; b < texts.size(); ++b) {
+        expect_near(logits, b * static_cast<std::size_t>(vocab), oracle.logits(texts[b]).back(),
+                    "fuse " + std::to_string(fuse) + ", step " + std::to_string(step) +
+                        ", sequence " + std::to_string(b));
+      }
+      const std::vector<std::int32_t> next = random_tokens(3, vocab, 10 + unsigned(step));
+      must(session.decode(next));
+      for (std::size_t b = 0; b < texts.size(); ++b) {
+        texts[b].push_back(next[b]);
+      }
+    }
+    EXPECT_THAT(session.lengths(), ::testing::ElementsAre(11, 5, 16));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Transformer, EveryVariant,
+    ::testing::Values(
+        Variant{"llama", [](TransformerConfig&) {}},
+        Variant{"tied", [](TransformerConfig& c) { c.model.tie_word_embeddings = true; }},
+        Variant{"biases",
+                [](TransformerConfig& c) { c.model.attention_bias = c.model.mlp_bias = true; }},
+        Variant{"qwen2", [](TransformerConfig& c) { c.model.qkv_bias = true; }},
+        Variant{"qwen3", [](TransformerConfig& c) { c.model.qk_norm = true; }},
+        Variant{"window", [](TransformerConfig& c) { c.model.sliding_window = 5; }},
+        Variant{"llama3",
+                [](TransformerConfig& c) {
+                  c.rope = {.theta = 500.0,
+                            .scaling = RopeConfig::Scaling::llama3,
+                            .factor = 8,
+                            .original_max_position_embeddings = 64};
+                }}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST(Transformer, OnePromptAndEqualPromptsTakeTheDenseAndTheBatchedPath) {
+  const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
+  const auto oracle = testing::TransformerOracle::of(model);
+  for (const std::size_t batch : {1U, 2U}) {
+    for (const Pipeline pipeline : {Pipeline::fused, Pipeline::half_fused, Pipeline::unfused}) {
+      TransformerSession session = must(TransformerSession::make(model, {.max_batch = 2,
+                                                                         .max_seqlen = 16,
+                                                                         .page_size = 8,
+                                                                         .prefill = pipeline,
+                                                                         .all_logits = true}));
+      Prompts texts;
+      for (unsigned b = 0; b < batch; ++b) {
+        texts.push_back(random_tokens(9, 61, b));
+      }
+      must(session.prefill(texts));
+      const std::vector<float> logits = must(session.logits());
+      ASSERT_EQ(logits.size(), batch * 9 * 61);
+      for (std::size_t b = 0; b < batch; ++b) {
+        const auto wanted = oracle.logits(texts[b]);
+        for (std::size_t t = 0; t < 9; ++t) {
+          expect_near(logits, (b * 9 + t) * 61, wanted[t], to_string(pipeline));
+        }
+      }
+    }
+  }
+}
+
+TEST(Transformer, ASecondPrefillForgetsTheFirst) {
+  const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
+  const Prompts one = {random_tokens(5, 61, 1)},
+                other = {random_tokens(12, 61, 2), random_tokens(3, 61, 3)};
+  TransformerSession fresh =
+      must(TransformerSession::make(model, {.max_batch = 2, .max_seqlen = 16, .page_size = 4}));
+  must(fresh.prefill(one));
+  must(fresh.decode(std::vector<std::int32_t>{9}));
+  const std::vector<float> wanted = must(fresh.logits());
+  TransformerSession used =
+      must(TransformerSession::make(model, {.max_batch = 2, .max_seqlen = 16, .page_size = 4}));
+  must(used.prefill(other));
+  must(used.decode(std::vector<std::int32_t>{1, 2}));
+  must(used.prefill(one));
+  must(used.decode(std::vector<std::int32_t>{9}));
+  EXPECT_EQ(must(used.logits()), wanted);
+}
+
+TEST(Transformer, OperationsCountWhatTheCostModelCounts) {
+  const TransformerConfig config = small_config();
+  const Transformer model = must(Transformer::random(config, 3, Device::cpu()));
+  EXPECT_EQ(model.weight_bytes(), 4 * must(count_parameters(config.model)).total);
+  const DeviceSpec spec = must(find_device("h100-sxm"));
+  TransformerSession session =
+      must(TransformerSession::make(model, {.max_batch = 3, .max_seqlen = 32, .page_size = 8}));
+  const auto sum = [&session](Phase phase, auto member) {
+    double total = 0;
+    for (const StepOperation& operation : session.operations(phase)) {
+      total += member(operation);
+    }
+    return total;
+  };
+  const auto attention = [](const StepOperation& o) {
+    return o.name == "attention" ? o.cost.flops : 0;
+  };
+  const auto gemm = [](const StepOperation& o) {
+    return o.name == "attention" ? 0 : o.cost.matmul_flops;
+  };
+  must(session.prepare_prefill(Prompts{random_tokens(11, 61, 1)}));
+  const ModelBudget prefill =
+      must(model_budget({.model = config.model, .phase = Phase::prefill, .seqlen = 11}, spec));
+  EXPECT_EQ(sum(Phase::prefill, attention), prefill.attention_flops);
+  EXPECT_EQ(sum(Phase::prefill, gemm), prefill.gemm_flops);
+
+  must(session.assume_context(3, 19));
+  const ModelBudget decode = must(model_budget(
+      {.model = config.model, .phase = Phase::decode, .seqlen = 20, .batch = 3}, spec));
+  EXPECT_EQ(sum(Phase::decode, attention), decode.attention_flops);
+  EXPECT_EQ(sum(Phase::decode, gemm), decode.gemm_flops);
+  must(session.queue(Phase::decode));  // lengthens, and is set back
+  must(session.rewind());
+  must(session.queue(Phase::decode));
+  EXPECT_THAT(session.lengths(), ::testing::Each(19));
+}
+
+TEST(Transformer, FusingTakesLaunchesAndBytesAway) {
+  const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
+  double launches[2], bytes[2];
+  for (const bool fuse : {false, true}) {
+    TransformerSession session =
+        must(TransformerSession::make(model, {.max_seqlen = 16, .page_size = 8, .fuse = fuse}));
+    must(session.assume_context(1, 8));
+    launches[fuse] = bytes[fuse] = 0;
+    for (const StepOperation& operation : session.operations(Phase::decode)) {
+      launches[fuse] += operation.cost.launches;
+      bytes[fuse] += operation.cost.bytes;
+    }
+  }
+  // Of two layers: SiLU and its product, RoPE and the append, and the add with its norm, of which
+  // the first norm has none and the last one has.
+  EXPECT_EQ(launches[0] - launches[1], 2 * (1 + 1) + 4);
+  EXPECT_LT(bytes[1], bytes[0]);
+}
+
+TEST(Transformer, RandomWeightsAreOfTheSeedAlone) {
+  const TransformerConfig config = small_config();
+  const auto q = [&](std::uint64_t seed) {
+    return must(must(Transformer::random(config, seed, Device::cpu()))
+                    .parameter("model.layers.1.self_attn.q_proj.weight"));
+  };
+  EXPECT_EQ(q(1), q(1));
+  EXPECT_NE(q(1), q(2));
+  double sum = 0, squares = 0;
+  for (const float value : q(1)) {
+    sum += value;
+    squares += static_cast<double>(value) * value;
+  }
+  const auto count = static_cast<double>(q(1).size());
+  EXPECT_NEAR(sum / count, 0, 0.01);
+  EXPECT_NEAR(squares / count * 40, 1, 0.1);  // a variance of 1 / cols
+  EXPECT_NE(q(1), must(must(Transformer::random(config, 1, Device::cpu()))
+                           .parameter("model.layers.0.self_attn.q_proj.weight")));
+}
+
+TEST(Transformer, RefusesWhatItCannotDoByName) {
+  const TransformerConfig config = small_config();
+  const Transformer model = must(Transformer::random(config, 3, Device::cpu()));
+  EXPECT_EQ(Transformer::random(config, 1, Device::cpu(), DType::int8).status().parameter(),
+            "dtype");
+  EXPECT_EQ(model.parameter("model.layers.2.mlp.up_proj.weight").status().parameter(), "name");
+  const auto refused = [&model](SessionOptions options) {
+    return TransformerSession::make(model, options).status().parameter();
+  };
+  EXPECT_EQ(refused({.max_batch = 0}), "max_batch");
+  EXPECT_EQ(refused({.max_seqlen = -1}), "max_seqlen");
+  EXPECT_EQ(refused({.page_size = 0}), "page_size");
+  EXPECT_EQ(refused({.prefill = Pipeline::split_kv}), "prefill");
+
+  TransformerSession session =
+      must(TransformerSession::make(model, {.max_batch = 2, .max_seqlen = 4, .page_size = 4}));
+  EXPECT_EQ(session.logits().status().parameter(), "logits");
+  EXPECT_EQ(session.decode(std::vector<std::int32_t>{1}).parameter(), "tokens");
+  EXPECT_EQ(session.prefill({}).parameter(), "prompts");
+  EXPECT_EQ(session.prefill(Prompts{{1}, {2}, {3}}).parameter(), "prompts");
+  EXPECT_EQ(session.prefill(Prompts{{1}, {}}).parameter(), "prompts[1]");
+  EXPECT_EQ(session.prefill(Prompts{{1, 2, 3, 4, 5}}).parameter(), "prompts[0]");
+  EXPECT_EQ(session.prefill(Prompts{{1, 61}}).parameter(), "prompts[0][1]");
+  must(session.prefill(Prompts{{1, 2, 3, 4}}));
+  EXPECT_EQ(session.decode(std::vector<std::int32_t>{-1}).parameter(), "tokens[0]");
+  EXPECT_EQ(session.decode(std::vector<std::int32_t>{1}).parameter(), "tokens[0]");  // full
+  EXPECT_EQ(session.assume_context(3, 1).parameter(), "batch");
+  EXPECT_EQ(session.assume_context(1, 4).parameter(), "length");
+}
+
+}  // namespace
+}  // namespace rafter
