@@ -185,11 +185,6 @@ Status check_indices(const AppendInputs& in, const AppendOutputs& out, bool on_h
   return Status::ok();
 }
 
-bool same_place(const TensorView& a, const TensorView& b) {
-  return a.data == b.data && a.stride_batch == b.stride_batch &&
-         a.stride_seqlen == b.stride_seqlen && a.stride_heads == b.stride_heads;
-}
-
 Status check_overlaps(const AppendInputs& in, const AppendOutputs& out) {
   const std::pair<const char*, const TensorView*> inputs[] = {{"k", &in.k},
                                                               {"v", &in.v},
@@ -204,7 +199,7 @@ Status check_overlaps(const AppendInputs& in, const AppendOutputs& out) {
   for (std::size_t i = 0; i < std::size(outputs); ++i) {
     const api::View output = api::view_of(outputs[i].first, *outputs[i].second);
     for (const auto& [name, input] : inputs) {
-      if (outputs[i].second == &out.q && input == &in.q && same_place(in.q, out.q)) {
+      if (outputs[i].second == &out.q && input == &in.q && api::same_place(in.q, out.q)) {
         continue;
       }
       if (Status s = api::check_disjoint(output, api::view_of(name, *input)); !s) {

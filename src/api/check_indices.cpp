@@ -6,8 +6,9 @@
 namespace rafter::api {
 namespace {
 
-std::string text(std::int64_t value) { return std::to_string(value); }
-std::string at(const char* name, std::int64_t i) { return std::string(name) + "[" + text(i) + "]"; }
+std::string at(const char* name, std::int64_t i) {
+  return std::string(name) + "[" + std::to_string(i) + "]";
+}
 
 /// Present exactly when the problem has it, of an index dtype and of the right size.
 Status check_vector(const char* name, const IndexView& view, bool wanted, std::int64_t size,
@@ -22,10 +23,11 @@ Status check_vector(const char* name, const IndexView& view, bool wanted, std::i
                                     "i32 or i64");
   }
   if (view.size != size) {
-    return Status::invalid_argument(std::string(name) + ".size", text(view.size), text(size));
+    return Status::invalid_argument(std::string(name) + ".size", std::to_string(view.size),
+                                    std::to_string(size));
   }
   if (view.empty() && size > 0) {
-    return Status::invalid_argument(name, "null", "an array of " + text(size));
+    return Status::invalid_argument(name, "null", "an array of " + std::to_string(size));
   }
   return Status::ok();
 }
@@ -34,22 +36,24 @@ Status check_cu_seqlens(const char* name, const IndexView& view, std::int64_t ba
                         std::int64_t total, const char* total_name, std::int64_t capacity,
                         const char* capacity_name) {
   if (view[0] != 0) {
-    return Status::invalid_argument(at(name, 0), text(view[0]), "0");
+    return Status::invalid_argument(at(name, 0), std::to_string(view[0]), "0");
   }
   for (std::int64_t b = 0; b < batch; ++b) {
     // Compared before subtracting: hostile values must not overflow.
     if (view[b + 1] < view[b]) {
-      return Status::invalid_argument(at(name, b + 1), text(view[b + 1]),
-                                      text(view[b]) + " (the entry before) or more");
+      return Status::invalid_argument(at(name, b + 1), std::to_string(view[b + 1]),
+                                      std::to_string(view[b]) + " (the entry before) or more");
     }
     if (view[b + 1] > total) {
-      return Status::invalid_argument(at(name, b + 1), text(view[b + 1]),
-                                      "at most " + std::string(total_name) + " = " + text(total));
+      return Status::invalid_argument(
+          at(name, b + 1), std::to_string(view[b + 1]),
+          "at most " + std::string(total_name) + " = " + std::to_string(total));
     }
     if (view[b + 1] - view[b] > capacity) {
       return Status::invalid_argument(
-          at(name, b + 1), text(view[b + 1]) + ", a length of " + text(view[b + 1] - view[b]),
-          "lengths up to " + std::string(capacity_name) + " = " + text(capacity));
+          at(name, b + 1),
+          std::to_string(view[b + 1]) + ", a length of " + std::to_string(view[b + 1] - view[b]),
+          "lengths up to " + std::string(capacity_name) + " = " + std::to_string(capacity));
     }
   }
   return Status::ok();
@@ -60,8 +64,8 @@ Status check_seqused(const AttentionProblem& p, const ForwardInputs& in) {
     const std::int64_t capacity =
         p.layout == Layout::packed ? in.cu_seqlens_kv[b + 1] - in.cu_seqlens_kv[b] : p.seqlen_kv;
     if (in.seqused_kv[b] < 0 || in.seqused_kv[b] > capacity) {
-      return Status::invalid_argument(at("seqused_kv", b), text(in.seqused_kv[b]),
-                                      "0 to " + text(capacity));
+      return Status::invalid_argument(at("seqused_kv", b), std::to_string(in.seqused_kv[b]),
+                                      "0 to " + std::to_string(capacity));
     }
   }
   return Status::ok();
@@ -74,8 +78,9 @@ Status check_page_table(const AttentionProblem& p, const ForwardInputs& in) {
     for (std::int64_t i = 0; i < base::div_up(used, p.page_size); ++i) {
       const std::int64_t page = in.page_table[b * cols + i];
       if (page < 0 || page >= p.num_pages) {
-        return Status::invalid_argument(at("page_table", b) + "[" + text(i) + "]", text(page),
-                                        "0 to num_pages − 1 = " + text(p.num_pages - 1));
+        return Status::invalid_argument(at("page_table", b) + "[" + std::to_string(i) + "]",
+                                        std::to_string(page),
+                                        "0 to num_pages − 1 = " + std::to_string(p.num_pages - 1));
       }
     }
   }
@@ -85,12 +90,13 @@ Status check_page_table(const AttentionProblem& p, const ForwardInputs& in) {
 Status check_page_table_shape(const AttentionProblem& p, const IndexView& table) {
   const std::int64_t needed = base::div_up(p.seqlen_kv, p.page_size);
   if (table.cols < needed) {
-    return Status::invalid_argument("page_table.cols", text(table.cols),
-                                    text(needed) + " (seqlen_kv / page_size) or more");
+    return Status::invalid_argument("page_table.cols", std::to_string(table.cols),
+                                    std::to_string(needed) + " (seqlen_kv / page_size) or more");
   }
   const auto size = base::checked_product({p.batch, table.cols});
   if (!size) {
-    return Status::invalid_argument("page_table.cols", text(table.cols), "less than 2^63 / batch");
+    return Status::invalid_argument("page_table.cols", std::to_string(table.cols),
+                                    "less than 2^63 / batch");
   }
   return check_vector("page_table", table, true, *size, "the paged layout");
 }

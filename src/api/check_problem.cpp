@@ -10,25 +10,25 @@ namespace {
 constexpr std::int64_t kMaxHeadDim = 256;
 constexpr int kMaxThreads = 4096;
 
-std::string text(std::int64_t value) { return std::to_string(value); }
-
 Status check_at_least(const char* name, std::int64_t value, std::int64_t least) {
   if (value < least) {
-    return Status::invalid_argument(name, text(value), text(least) + " or more");
+    return Status::invalid_argument(name, std::to_string(value),
+                                    std::to_string(least) + " or more");
   }
   return Status::ok();
 }
 
 Status check_head_dim(const char* name, std::int64_t value) {
   if (value < 1 || value > kMaxHeadDim) {
-    return Status::invalid_argument(name, text(value), "1 to " + text(kMaxHeadDim));
+    return Status::invalid_argument(name, std::to_string(value),
+                                    "1 to " + std::to_string(kMaxHeadDim));
   }
   return Status::ok();
 }
 
 Status check_zero(const char* name, std::int64_t value, const char* layout) {
   if (value != 0) {
-    return Status::invalid_argument(name, text(value),
+    return Status::invalid_argument(name, std::to_string(value),
                                     std::string("0 (the layout is not ") + layout + ")");
   }
   return Status::ok();
@@ -61,8 +61,8 @@ Status check_kv_dtype(DType dtype) {
 
 Status check_heads(const AttentionProblem& p) {
   if (p.heads_q % p.heads_kv != 0) {
-    return Status::invalid_argument("heads_kv", text(p.heads_kv),
-                                    "a divisor of heads_q = " + text(p.heads_q));
+    return Status::invalid_argument("heads_kv", std::to_string(p.heads_kv),
+                                    "a divisor of heads_q = " + std::to_string(p.heads_q));
   }
   return Status::ok();
 }
@@ -84,8 +84,8 @@ Status check_tree_mask(const AttentionProblem& p) {
     return Status::ok();
   }
   if (p.seqlen_q > kWordBits) {
-    return Status::invalid_argument("seqlen_q", text(p.seqlen_q),
-                                    "0 to " + text(kWordBits) + " with tree_mask");
+    return Status::invalid_argument("seqlen_q", std::to_string(p.seqlen_q),
+                                    "0 to " + std::to_string(kWordBits) + " with tree_mask");
   }
   if (!p.mask.is_none()) {
     return Status::invalid_argument("mask", "a window", "none with tree_mask");
@@ -116,8 +116,9 @@ Status check_sizes(const AttentionProblem& p) {
   const bool packed = p.layout == Layout::packed;
   const auto sum = base::checked_sum({p.seqlen_q, p.seqlen_kv});
   if (!sum) {
-    return Status::invalid_argument("seqlen_q + seqlen_kv",
-                                    text(p.seqlen_q) + " + " + text(p.seqlen_kv), "less than 2^63");
+    return Status::invalid_argument(
+        "seqlen_q + seqlen_kv", std::to_string(p.seqlen_q) + " + " + std::to_string(p.seqlen_kv),
+        "less than 2^63");
   }
   struct Product {
     const char* name;
@@ -185,8 +186,8 @@ Result<AttentionProblem> complete_problem(const AttentionProblem& problem) {
 
 Status check_options(const PlanOptions& options) {
   if (options.threads < 0 || options.threads > kMaxThreads) {
-    return Status::invalid_argument("threads", text(options.threads),
-                                    "0 (the OpenMP default) to " + text(kMaxThreads));
+    return Status::invalid_argument("threads", std::to_string(options.threads),
+                                    "0 (the OpenMP default) to " + std::to_string(kMaxThreads));
   }
   return check_at_least("splits", options.splits, 0);
 }

@@ -182,4 +182,14 @@ Status check_disjoint(const View& output, const View& other) {
                                   "an output apart from all other tensors");
 }
 
+bool same_place(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.stride_batch == b.stride_batch &&
+         a.stride_seqlen == b.stride_seqlen && a.stride_heads == b.stride_heads &&
+         a.stride_head_dim == b.stride_head_dim;
+}
+bool same_place(const LseView& a, const LseView& b) {
+  return a.data == b.data && a.stride_batch == b.stride_batch && a.stride_heads == b.stride_heads &&
+         a.stride_seqlen == b.stride_seqlen;
+}
+
 }  // namespace rafter::api

@@ -38,6 +38,9 @@ Status check_memory(const View& view);
 Status check_no_self_overlap(const View& view);
 /// An output and another view share no element (exact for views interleaved by a common stride).
 Status check_disjoint(const View& output, const View& other);
+/// Of one shape: whether they are the same elements.
+bool same_place(const TensorView& a, const TensorView& b);
+bool same_place(const LseView& a, const LseView& b);
 
 /// What a plan demands of a run.
 struct RunDemands {

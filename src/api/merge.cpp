@@ -64,16 +64,6 @@ Status check_output(const AttentionState& out) {
   return api::check_disjoint(views[0], views[1]);
 }
 
-bool same_place(const TensorView& a, const TensorView& b) {
-  return a.data == b.data && a.stride_batch == b.stride_batch &&
-         a.stride_seqlen == b.stride_seqlen && a.stride_heads == b.stride_heads &&
-         a.stride_head_dim == b.stride_head_dim;
-}
-bool same_place(const LseView& a, const LseView& b) {
-  return a.data == b.data && a.stride_batch == b.stride_batch && a.stride_heads == b.stride_heads &&
-         a.stride_seqlen == b.stride_seqlen;
-}
-
 Status check_state(std::size_t i, const AttentionState& state, const AttentionState& out) {
   if (state.o.dtype != out.o.dtype) {
     return Status::invalid_argument(state_name(i, "o.dtype"), to_string(state.o.dtype),
@@ -105,8 +95,8 @@ Status check_state(std::size_t i, const AttentionState& state, const AttentionSt
     }
   }
   for (const Status& s :
-       {same_place(state.o, out.o) ? Status::ok() : api::check_disjoint(out_o, o),
-        same_place(state.lse, out.lse) ? Status::ok() : api::check_disjoint(out_lse, lse),
+       {api::same_place(state.o, out.o) ? Status::ok() : api::check_disjoint(out_o, o),
+        api::same_place(state.lse, out.lse) ? Status::ok() : api::check_disjoint(out_lse, lse),
         api::check_disjoint(out_o, lse), api::check_disjoint(out_lse, o)}) {
     if (!s) {
       return s;
