@@ -71,8 +71,15 @@ std::int64_t workspace(const KernelProblem& problem) {
   return draws_tiles(problem.attention) ? kCounterBytes : 0;
 }
 
-Reach reach(const KernelProblem&, const DeviceSpec&) {
-  return {.compute = 0.6, .bandwidth = 0.8, .fixed_seconds = 5e-6};
+/// A tile costs all of its rows, however few of them are queries: one query is decode_sm90's.
+Reach reach(const KernelProblem& problem, const DeviceSpec&) {
+  const AttentionProblem& p = problem.attention;
+  const std::int64_t tile_q = kSm90ForwardRows[row_of(p)].tile_q();
+  const std::int64_t rows = std::max<std::int64_t>(p.seqlen_q, 1);
+  const auto tile_rows = static_cast<double>(div_up(rows, tile_q) * tile_q);
+  return {.compute = 0.6 * static_cast<double>(rows) / tile_rows,
+          .bandwidth = 0.8,
+          .fixed_seconds = 5e-6};
 }
 
 void set_scores(cuda::ForwardParams& params, float softmax_scale, float softcap) {
