@@ -39,7 +39,7 @@ python:
 
 install:
 	$(CONFIGURE)
-	cmake --build $(BUILD) --parallel $(JOBS) --target rafter rafter_tool
+	cmake --build $(BUILD) --parallel $(JOBS) --target rafter rafter_c rafter_tool
 	cmake --install $(BUILD) --prefix $(PREFIX)
 
 clean:

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Installs the Debian packages that a goal needs and that are not there yet; asks nothing.
 #   tools/install_packages.sh build   what `make build`, `make test` and `make bench` need
-#   tools/install_packages.sh ci      that, and what .ci/run checks with
-#   tools/install_packages.sh python  what the Python package is built and tested with: build, and a
-#                                     virtual environment in .cache/venv
+#   tools/install_packages.sh pip     that, and what `pip install .` in a virtual environment needs
+#   tools/install_packages.sh ci      build, and what .ci/run checks with
+#   tools/install_packages.sh python  pip, and a virtual environment in .cache/venv to build and test
+#                                     the Python package with
 #   tools/install_packages.sh list    prints the lists, installs nothing
 # Instant when everything is there. Needs root or sudo only when something is missing.
 set -euo pipefail
@@ -18,13 +19,13 @@ build_packages=(
                                   # asks for OpenCL
   libjs-chart.js        # embedded in report.html
   libgtest-dev libgmock-dev
+  pkgconf               # what an installed Rafter is asked with
   python3               # the tools
 )
 ci_packages=(
   clang clang-format libclang-rt-dev libomp-dev  # second compiler, format, fuzzers
   binutils                                       # objdump, for the ISA leak check
   nodejs                                         # runs the script of report.html in a test
-  pkgconf                                        # what an installed Rafter is asked with
   dpkg-dev                                       # reads what a Debian package of Rafter depends on
 )
 
@@ -34,15 +35,16 @@ python_modules=(nanobind scikit-build-core pytest numpy ml_dtypes)
 case "${1:-}" in
   build) wanted=("${build_packages[@]}") ;;
   ci) wanted=("${build_packages[@]}" "${ci_packages[@]}") ;;
-  python) wanted=("${build_packages[@]}" "${python_packages[@]}") ;;
+  pip | python) wanted=("${build_packages[@]}" "${python_packages[@]}") ;;
   list)
     echo "build: ${build_packages[*]}"
     echo "ci: ${ci_packages[*]}"
-    echo "python: ${python_packages[*]}; in .cache/venv: ${python_modules[*]}"
+    echo "pip: ${python_packages[*]}"
+    echo "python: in .cache/venv: ${python_modules[*]}"
     exit 0
     ;;
   *)
-    echo "usage: tools/install_packages.sh build|ci|python|list" >&2
+    echo "usage: tools/install_packages.sh build|pip|ci|python|list" >&2
     exit 2
     ;;
 esac
