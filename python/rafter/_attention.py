@@ -73,7 +73,7 @@ def attention(
         max_seqlen_q, max_seqlen_kv: the longest of the packed sequences, or more. Default: read
             from the offsets in host memory; all rows where the offsets are on a CUDA device.
         seqused_kv: [batch] int32 or int64, keys of each sequence (at most seqlen_kv).
-        page_table: [batch, pages per sequence] int32 or int64, page numbers; needs seqused_kv.
+        page_table: [batch, pages per sequence] int32 or int64, page numbers.
         k_scale, v_scale: float32 factors of 8-bit k and v: one per key and head, of the shape of k
             without head_dim, or one per head, [heads_kv].
         return_lse: also return lse, float32, natural logarithm, [batch, heads_q, seqlen_q]
@@ -99,6 +99,10 @@ def attention(
     options = (
         causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, splits
     )  # fmt: skip
+    if stream is None:  # as on() does: a call of it would cost what it saves
+        return _core.attend(
+            arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, out, False, False, None
+        )
     return on(
         stream, q, _core.attend, arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, out,
         False, False,
@@ -138,7 +142,7 @@ def decode(
             [pages, page_size, heads_kv, head_dim]. May be int8 with k_scale, or float8_e4m3fn.
         v_cache: as k_cache, with a head_dim_v of its own.
         seqused: [batch] int32 or int64, keys in each cache, the new ones included; None: all.
-        page_table: [batch, pages per sequence] int32 or int64; needs seqused.
+        page_table: [batch, pages per sequence] int32 or int64, page numbers.
         causal: the last query sees the last key, the one before it one less, and so on. The
             default, except with tree_mask.
         k_scale, v_scale: float32 factors of 8-bit caches: one per key and head, of the shape of

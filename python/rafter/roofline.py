@@ -110,6 +110,9 @@ def plot(
         labels: one per point; default: its pipeline.
     """
     points = [points] if isinstance(points, Explanation) else list(points)
+    for i, point in enumerate(points):
+        if not isinstance(point, Explanation):
+            raise ValueError(f"points[{i}]: {point!r} given; what rafter.explain gave allowed")
     names = [p.pipeline for p in points] if labels is None else [str(label) for label in labels]
     if len(names) != len(points):
         raise ValueError(f"labels: {len(names)} given; {len(points)} allowed, one per point")

@@ -11,7 +11,7 @@
 namespace rafter::python {
 namespace {
 
-std::string text(const std::array<std::int64_t, 4>& sizes, int rank) {
+std::string list_of(const std::array<std::int64_t, 4>& sizes, int rank) {
   std::string out = "[";
   for (int i = 0; i < rank; ++i) {
     out += (i == 0 ? "" : ", ") + std::to_string(sizes[static_cast<std::size_t>(i)]);
@@ -67,9 +67,9 @@ Device device_of(const std::string& name, nb::dlpack::device given) {
 /// A library refused to export one of its arrays, with a Python error set.
 [[noreturn]] void raise_not_exported(const std::string& name) {
   nb::python_error error;
+  const std::string why = nb::cast<std::string>(nb::str(error.value()));
   raise_invalid(name,
-                "an array that its library does not export (" +
-                    nb::cast<std::string>(nb::str(error.value())) + ")",
+                "an array that its library does not export (" + why.substr(0, why.find('\n')) + ")",
                 "an array in host memory or on a CUDA device");
 }
 
@@ -96,6 +96,27 @@ std::optional<nb::dlpack::dtype> dtype_named(nb::handle name) {
     }
   }
   return std::nullopt;
+}
+
+/// The interface of an object's type; that of the call's first array is looked up once, and that of
+/// the last type which had one is remembered.
+const ExchangeApi* api_of(nb::handle object, const Place& place) {
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  if (type == reinterpret_cast<PyTypeObject*>(place.api_type.ptr())) {
+    return place.api;
+  }
+  static nb::handle last;  // owned, so that no other type comes to lie there
+  static const ExchangeApi* last_api = nullptr;
+  if (type == reinterpret_cast<PyTypeObject*>(last.ptr())) {
+    return last_api;
+  }
+  const ExchangeApi* api = exchange_api_of(object.type());
+  if (api != nullptr) {
+    last.dec_ref();
+    last = object.type().inc_ref();
+    last_api = api;
+  }
+  return api;
 }
 
 }  // namespace
@@ -128,8 +149,7 @@ void Array::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
 }
 
 void Array::read(const std::string& name, nb::handle object, const Place& place, Access access) {
-  const ExchangeApi* api =
-      object.type().ptr() == place.api_type.ptr() ? place.api : exchange_api_of(object);
+  const ExchangeApi* api = api_of(object, place);
   if (api == nullptr) {
     import(name, object, place, access);
     return;
@@ -210,7 +230,7 @@ std::int64_t Array::size() const {
 Place place_of(const std::string& name, nb::handle array, nb::handle stream) {
   Place place;
   place.array = array;
-  place.api = exchange_api_of(array);
+  place.api = api_of(array, place);
   place.api_type = array.type();
   if (!stream.is_none()) {
     place.stream.handle = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(stream));
@@ -258,11 +278,16 @@ Tensor::Tensor(std::string name_, nb::handle object, const Place& place, Array::
   dtype = *known;
 }
 
+void Tensor::swap_heads() {
+  std::swap(array.shape[1], array.shape[2]);
+  std::swap(array.stride[1], array.stride[2]);
+}
+
 TensorView Tensor::view(bool packed) const {
   const auto& [data, shape, stride, rank] =
       std::tie(array.data, array.shape, array.stride, array.rank);
   if ((rank != 4 && rank != 3) || (packed && rank == 4)) {
-    raise_invalid(name, rank < 3 ? std::to_string(rank) + " dims" : "shape " + text(shape, rank),
+    raise_invalid(name, rank < 3 ? std::to_string(rank) + " dims" : "shape " + list_of(shape, rank),
                   packed ? "[total, heads, head_dim] (with cu_seqlens)"
                          : "4: [batch, seqlen, heads, head_dim], or 3");
   }
@@ -289,7 +314,7 @@ LseView Tensor::lse(bool packed) const {
     raise_invalid(name + ".dtype", to_string(dtype), "float32");
   }
   if (rank != 2 && (rank != 3 || packed)) {
-    raise_invalid(name, "shape " + text(shape, rank),
+    raise_invalid(name, "shape " + list_of(shape, rank),
                   packed ? "[heads, total]" : "[batch, heads, seqlen]");
   }
   LseView view{.data = static_cast<float*>(array.data)};
@@ -322,7 +347,7 @@ TensorView Tensor::scale(const TensorView& keys) const {
     std::tie(view.stride_batch, view.stride_seqlen, view.stride_heads) =
         std::tie(stride[0], stride[1], stride[2]);
   } else {
-    raise_invalid(name, "shape " + text(shape, rank),
+    raise_invalid(name, "shape " + list_of(shape, rank),
                   "a scale per key and head (the shape of the keys without head_dim), or per head: "
                   "[heads_kv]");
   }
@@ -369,10 +394,10 @@ Bits::Bits(const char* name, nb::handle object, const Place& place) {
     raise_invalid(std::string(name) + ".dtype", dtype_text(given), "int64, uint64");
   }
   if (array.rank != 2 || (array.shape[1] > 1 && array.stride[1] != 1)) {
-    raise_invalid(
-        name,
-        "shape " + text(array.shape, array.rank) + ", strides " + text(array.stride, array.rank),
-        "[batch, seqlen_q], the words of a sequence side by side");
+    raise_invalid(name,
+                  "shape " + list_of(array.shape, array.rank) + ", strides " +
+                      list_of(array.stride, array.rank),
+                  "[batch, seqlen_q], the words of a sequence side by side");
   }
   view = {.data = static_cast<const std::uint64_t*>(array.data),
           .batch = array.shape[0],
@@ -391,10 +416,10 @@ Counts::Counts(const char* name, nb::handle object, const Place& place) {
     raise_invalid(std::string(name) + ".dtype", dtype_text(given), "int32");
   }
   if (array.rank != 1 || (array.shape[0] > 1 && array.stride[0] != 1)) {
-    raise_invalid(
-        name,
-        "shape " + text(array.shape, array.rank) + ", strides " + text(array.stride, array.rank),
-        "[batch], contiguous");
+    raise_invalid(name,
+                  "shape " + list_of(array.shape, array.rank) + ", strides " +
+                      list_of(array.stride, array.rank),
+                  "[batch], contiguous");
   }
   view = {static_cast<std::int32_t*>(array.data), array.shape[0]};
 }

@@ -74,6 +74,8 @@ struct Tensor {
   Tensor(std::string name, nb::handle object, const Place& place,
          Array::Access access = Array::Access::read, bool grad = false);
 
+  /// Reads [batch, heads, seqlen, head_dim] as [batch, seqlen, heads, head_dim].
+  void swap_heads();
   /// As [batch, seqlen, heads, head_dim]. A tensor of three dims is [total, heads, head_dim] with
   /// `packed`, else [batch, heads, head_dim] with one row per sequence.
   TensorView view(bool packed) const;

@@ -141,15 +141,15 @@ void bind_attention(nb::module_& m) {
       "attend",
       [](const nb::tuple& arrays, const nb::tuple& options, nb::handle max_seqlen_q,
          nb::handle max_seqlen_kv, bool return_lse, nb::handle out, bool decode, bool grad,
-         nb::handle stream) {
-        const Inputs in(arrays, stream, decode, grad);
+         nb::handle stream, int heads_first) {
+        const Inputs in(arrays, stream, decode, grad, static_cast<HeadsFirst>(heads_first), grad);
         const DevicePlan plan = plan_of(in, Options(options),
                                         max_lengths_of(max_seqlen_q, max_seqlen_kv), Pass::forward);
         return forward(plan, in, out, return_lse);
       },
       nb::arg("arrays"), nb::arg("options"), nb::arg("max_seqlen_q").none(),
       nb::arg("max_seqlen_kv").none(), nb::arg("return_lse"), nb::arg("out").none(),
-      nb::arg("decode"), nb::arg("grad"), nb::arg("stream").none());
+      nb::arg("decode"), nb::arg("grad"), nb::arg("stream").none(), nb::arg("heads_first") = 0);
   m.def(
       "attend_backward",
       [](const nb::tuple& arrays, const nb::tuple& state, const nb::tuple& options,

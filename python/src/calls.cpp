@@ -89,7 +89,8 @@ DevicePlan plan_of(const Inputs& in, const Options& options, const MaxLengths& l
 
 nb::object forward(const DevicePlan& planned, const Inputs& in, nb::handle out, bool return_lse) {
   check_device(planned, in.place);
-  const ResultArray o("out", out, in.place, in.o_shape().span(), in.q.dtype);
+  const ResultArray o("out", out, in.place, in.o_shape().span(), in.q.dtype,
+                      ResultArray::Fill::none, in.heads_first == HeadsFirst::inputs_and_o);
   std::optional<ResultArray> lse;
   ForwardOutputs outputs{.o = o.tensor().view(in.packed()), .bad_pages = in.bad_pages.view};
   if (return_lse) {
@@ -97,9 +98,10 @@ nb::object forward(const DevicePlan& planned, const Inputs& in, nb::handle out, 
     outputs.lse = lse->tensor().lse(in.packed());
   }
   const ForwardInputs views = in.views();
-  in.raise_named(run(in.place, planned.plan.workspace_bytes(), [&](Workspace workspace) {
+  const Status done = run(in.place, planned.plan.workspace_bytes(), [&](Workspace workspace) {
     return planned.plan.forward(views, outputs, workspace, in.place.stream);
-  }));
+  });
+  in.raise_named(done ? done : with_names(done, {{"o", "out"}}));
   return lse ? nb::make_tuple(o.finish(in.place), lse->finish(in.place)) : o.finish(in.place);
 }
 

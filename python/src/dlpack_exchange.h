@@ -37,10 +37,10 @@ struct ExchangeApi {
   int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** out_stream);
 };
 
-/// That of an array's type; null where it has none of major version 1.
-inline const ExchangeApi* exchange_api_of(nb::handle array) {
+/// That of a type of arrays; null where it has none of major version 1.
+inline const ExchangeApi* exchange_api_of(nb::handle type) {
   static const nb::handle kName = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
-  const nb::object capsule = nb::getattr(array.type(), kName, nb::handle());
+  const nb::object capsule = nb::getattr(type, kName, nb::handle());
   if (!capsule.is_valid() || !PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
     return nullptr;
   }

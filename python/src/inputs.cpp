@@ -96,8 +96,10 @@ PlanOptions Options::plan_options(Pass pass, const DeviceSpec* spec) const {
           .device_spec = spec};
 }
 
-Inputs::Inputs(const nb::tuple& arrays, nb::handle stream, bool decode_, bool grad)
+Inputs::Inputs(const nb::tuple& arrays, nb::handle stream, bool decode_, bool grad,
+               HeadsFirst heads_first_, bool torch)
     : decode(decode_),
+      heads_first(heads_first_),
       place(place_of("q", arrays[0], stream)),
       q("q", arrays[0], place, Array::Access::read, grad),
       k(decode ? "k_cache" : "k", arrays[1], place, Array::Access::read, grad),
@@ -109,7 +111,34 @@ Inputs::Inputs(const nb::tuple& arrays, nb::handle stream, bool decode_, bool gr
       seqused_kv(decode ? "seqused" : "seqused_kv", arrays[5], 1, place),
       page_table("page_table", arrays[6], 2, place),
       tree_mask("tree_mask", arrays[9], place),
-      bad_pages("bad_pages", arrays[10], place) {}
+      bad_pages("bad_pages", arrays[10], place) {
+  if (torch) {
+    copy_rows(arrays);
+  }
+  if (heads_first == HeadsFirst::none) {
+    return;
+  }
+  for (Tensor* tensor : {&q, &k, &v}) {
+    if (tensor->array.rank != 4) {
+      raise_invalid(tensor->name, std::to_string(tensor->array.rank) + " dims",
+                    "4: [batch, heads, seqlen, head_dim]");
+    }
+    tensor->swap_heads();
+  }
+}
+
+void Inputs::copy_rows(const nb::tuple& arrays) {
+  std::size_t i = 0;
+  for (Tensor* tensor : {&q, &k, &v}) {
+    const Array& array = tensor->array;
+    const auto last = static_cast<std::size_t>(std::max(array.rank, 1) - 1);
+    if (array.stride[last] != 1 && array.shape[last] > 1) {
+      copies[i] = arrays[i].attr("contiguous")();
+      *tensor = Tensor(tensor->name, copies[i], place, Array::Access::read, true);
+    }
+    ++i;
+  }
+}
 
 void Inputs::raise_named(const Status& status) const {
   raise(decode ? with_names(status, {{"k", "k_cache"}, {"v", "v_cache"}, {"seqused_kv", "seqused"}})
@@ -136,6 +165,12 @@ ForwardInputs Inputs::views() const {
 
 void Inputs::check_layout() const {
   if (!packed()) {
+    for (const Tensor* tensor : {&k, &v}) {  // of three dims it is some other layout, unbatched
+      if (tensor->array.rank != 4) {
+        raise_invalid(tensor->name, std::to_string(tensor->array.rank) + " dims",
+                      "4: [batch, seqlen, heads, head_dim]; 3 with cu_seqlens");
+      }
+    }
     return;
   }
   for (const auto& [name, indices] :

@@ -35,17 +35,24 @@ struct MaxLengths {
   std::int64_t q = 0, kv = 0;
 };
 
+/// Which arrays are [batch, heads, seqlen, head_dim] in place of [batch, seqlen, heads, head_dim].
+enum class HeadsFirst : std::uint8_t { none, inputs, inputs_and_o };
+
 /// The arrays of one call, kept alive, as rafter/_attention.py passes them: (q, k, v, cu_seqlens_q,
 /// cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, tree_mask, bad_pages).
 struct Inputs {
   bool decode;  // names of rafter.decode in errors
+  HeadsFirst heads_first;
   Place place;
   Tensor q, k, v, k_scale, v_scale;
   Indices cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
   Bits tree_mask;
   Counts bad_pages;
 
-  Inputs(const nb::tuple& arrays, nb::handle stream, bool decode, bool grad);
+  /// `grad`: tensors may require grad. `torch`: those of rafter.torch, which are copied where their
+  /// head_dim is not contiguous.
+  Inputs(const nb::tuple& arrays, nb::handle stream, bool decode, bool grad,
+         HeadsFirst heads_first = HeadsFirst::none, bool torch = false);
 
   bool packed() const { return !cu_seqlens_q.view.empty() || !cu_seqlens_kv.view.empty(); }
   /// Sequences may leave rows of q, k, v to nobody.
@@ -65,6 +72,9 @@ struct Inputs {
 
  private:
   void check_layout() const;
+  void copy_rows(const nb::tuple& arrays);
+
+  nb::object copies[3];
 };
 
 }  // namespace rafter::python

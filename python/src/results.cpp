@@ -2,12 +2,16 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
+#include "torch_memory.h"
 
 namespace rafter::python {
 namespace {
@@ -90,27 +94,66 @@ ManagedTensor* allocate_managed(const Place& place, std::int64_t bytes) {
   return managed;
 }
 
+/// torch_empty of a contiguous [batch, seqlen, heads, head_dim] or less, seen with heads first or
+/// as it is.
+nb::object quick_empty(const Place& place, std::span<const std::int64_t> shape, DType dtype,
+                       bool heads_first) {
+  std::array<std::int64_t, 4> sizes{}, strides{};
+  std::int64_t contiguous = 1;
+  for (std::size_t i = shape.size(); i-- > 0;) {
+    sizes[i] = shape[i];
+    strides[i] = contiguous;
+    contiguous *= std::max<std::int64_t>(shape[i], 1);
+  }
+  if (heads_first) {
+    std::swap(sizes[1], sizes[2]);
+    std::swap(strides[1], strides[2]);
+  }
+  const TorchDtype torch_dtype = dtype == DType::f32   ? TorchDtype::f32
+                                 : dtype == DType::f16 ? TorchDtype::f16
+                                                       : TorchDtype::bf16;
+  return torch_empty(place, {sizes.data(), shape.size()}, {strides.data(), shape.size()},
+                     torch_dtype);
+}
+
 }  // namespace
 
 ResultArray::ResultArray(const char* name, nb::handle out, const Place& place,
-                         std::span<const std::int64_t> shape, DType dtype, Fill fill) {
-  if (!out.is_none()) {
-    array_ = nb::borrow(out);
+                         std::span<const std::int64_t> shape, DType dtype, Fill fill,
+                         bool heads_first) {
+  if (out.is_none()) {
+    make(place, shape, dtype, fill, heads_first);
   } else {
-    nb::object sizes = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
-    for (std::size_t i = 0; i < shape.size(); ++i) {
-      PyTuple_SetItem(sizes.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape[i]));
-    }
-    static const nb::handle kEmpty =
-        nb::object(nb::module_::import_("rafter._arrays").attr("empty")).release();
-    array_ = kEmpty(place.array, sizes, name_of(dtype), fill == Fill::zero);
-    if (array_.is_none()) {
-      array_ = own_array(place.device, shape, dtype, fill);
-      adopt_ = true;
-    }
+    array_ = nb::borrow(out);
   }
   // What was made here can be written: no need to ask, which takes longer.
   tensor_ = Tensor(name, array_, place, out.is_none() ? Array::Access::read : Array::Access::write);
+  if (heads_first) {
+    tensor_.swap_heads();
+  }
+}
+
+void ResultArray::make(const Place& place, std::span<const std::int64_t> shape, DType dtype,
+                       Fill fill, bool heads_first) {
+  if (fill == Fill::none) {
+    array_ = quick_empty(place, shape, dtype, heads_first);
+    if (array_.is_valid()) {
+      return;
+    }
+  }
+  nb::object sizes = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    PyTuple_SetItem(sizes.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape[i]));
+  }
+  static const nb::handle kEmpty =
+      nb::object(nb::module_::import_("rafter._arrays").attr("empty")).release();
+  array_ = kEmpty(place.array, sizes, name_of(dtype), fill == Fill::zero);
+  if (array_.is_none()) {
+    array_ = own_array(place.device, shape, dtype, fill);
+    adopt_ = true;
+  } else if (heads_first) {
+    array_ = array_.attr("transpose")(1, 2);  // only rafter.torch asks for it
+  }
 }
 
 nb::object ResultArray::finish(const Place& place) const {
@@ -137,6 +180,12 @@ Scratch::Scratch(const Place& place, std::int64_t bytes) : workspace_{nullptr, b
   if (!place.is_cuda()) {
     host_.reset(allocate_host(bytes));
     workspace_.data = host_.get();
+    return;
+  }
+  const std::int64_t shape[] = {bytes}, strides[] = {1};
+  array_ = torch_empty(place, shape, strides, TorchDtype::uint8);
+  if (array_.is_valid()) {
+    workspace_.data = Array("workspace", array_, place, Array::Access::read).data;
   } else if (place.api != nullptr) {
     managed_.reset(allocate_managed(place, bytes));
     workspace_.data = static_cast<char*>(managed_->tensor.data) + managed_->tensor.byte_offset;

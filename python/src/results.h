@@ -17,15 +17,20 @@ class ResultArray {
  public:
   enum class Fill : std::uint8_t { none, zero };
 
-  /// `out` None: one is made, of `dtype`, contiguous.
+  /// `out` None: one is made, of `dtype`, contiguous; with `heads_first` the caller gets it as
+  /// [batch, heads, seqlen, head_dim].
   ResultArray(const char* name, nb::handle out, const Place& place,
-              std::span<const std::int64_t> shape, DType dtype, Fill fill = Fill::none);
+              std::span<const std::int64_t> shape, DType dtype, Fill fill = Fill::none,
+              bool heads_first = false);
 
   const Tensor& tensor() const { return tensor_; }
   /// What the caller gets, when the work is queued.
   nb::object finish(const Place& place) const;
 
  private:
+  void make(const Place& place, std::span<const std::int64_t> shape, DType dtype, Fill fill,
+            bool heads_first);
+
   nb::object array_;    // what the caller gets
   bool adopt_ = false;  // `array_` is ours, to be handed to the caller's library
   Tensor tensor_;

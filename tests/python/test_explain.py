@@ -91,6 +91,7 @@ def test_a_picture_has_a_point_per_explanation():
     for arguments, message in [
         (dict(points=points, labels=["a"]), "^labels: 1 given"),
         (dict(), "^device: None given"),
+        (dict(points="x"), r"^points\[0\]: 'x' given"),
         (dict(device="mi300x", dtype="int4"), "peak_int4"),
         (dict(points=rafter.explain(seqlen=0, device="h200")), r"points\[0\]: no work"),
     ]:

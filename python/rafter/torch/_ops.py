@@ -11,12 +11,17 @@ from torch.autograd import forward_ad
 from .. import _core
 from .._attention import FORWARD_ONLY
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+# How tensors lie: [batch, seqlen, heads, head_dim], or with heads before seqlen q, k and v, or
+# these and o.
+TOKENS_FIRST, HEADS_FIRST, ALL_HEADS_FIRST = 0, 1, 2
+
+_PLAIN = {Tensor, torch.nn.Parameter}
 # Modes that see operators: a direct call would hide from them. Absent in some PyTorch: then none.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _transforms = getattr(
     getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
 )
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def _options(
@@ -27,15 +32,6 @@ def _options(
         return (False, None, None, scale, softcap, None, None, 0, splits)
     align = "top-left" if top_left else None
     return (False, (left, right), align, scale, softcap, None, None, 0, splits)
-
-
-def _forward(arguments: Tuple[Any, ...], return_lse: bool) -> Any:
-    """What attention_op does with its arguments: o, or (o, lse)."""
-    (q, k, v, left, right, top_left, scale, softcap, splits, cu_q, cu_kv, max_q, max_kv, seqused,
-     page_table, k_scale, v_scale) = arguments  # fmt: skip
-    arrays = (q, k, v, cu_q, cu_kv, seqused, page_table, k_scale, v_scale, None, None)
-    options = _options(left, right, top_left, scale, softcap, splits)
-    return _core.attend(arrays, options, max_q, max_kv, return_lse, None, False, True, None)
 
 
 @torch.library.custom_op("rafter::attention", mutates_args=())
@@ -58,11 +54,13 @@ def attention_op(
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
-    arguments = (
-        q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
-        max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
+    arrays = (
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
     )  # fmt: skip
-    return _forward(arguments, True)
+    options = _options(left, right, top_left, scale, softcap, splits)
+    return _core.attend(
+        arrays, options, max_seqlen_q, max_seqlen_kv, True, None, False, True, None, TOKENS_FIRST
+    )
 
 
 @attention_op.register_fake
@@ -170,14 +168,10 @@ def _is_direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nobody but the kernel has to see this call: no compiler, no gradients, no mode."""
     if torch.compiler.is_compiling():
         return False
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and _dispatch_modes() == 0
-        and _transforms() is None
+        {type(q), type(k), type(v)} <= _PLAIN and _dispatch_modes() == 0 and _transforms() is None
     )
 
 
@@ -210,21 +204,33 @@ def attend(
     k_scale: Optional[Tensor] = None,
     v_scale: Optional[Tensor] = None,
     return_lse: bool = False,
+    heads_first: int = TOKENS_FIRST,
 ) -> Any:
-    """rafter.attention in [batch, seqlen, heads, head_dim] or packed, with gradients: o, or
-    (o, lse). A head_dim that is not contiguous is copied; any other stride is taken as it is."""
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-        q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    """rafter.attention in [batch, seqlen, heads, head_dim] or packed, or of four dims as
+    heads_first says, with gradients: o, or (o, lse). A head_dim that is not contiguous is copied;
+    any other stride is taken as it is."""
+    if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     left, right = window
-    arguments = (
+    if _is_direct(q, k, v):
+        arrays = (
+            q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None,
+            None,
+        )  # fmt: skip
+        options = _options(left, right, top_left, scale, softcap, splits)
+        return _core.attend(
+            arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, None, False, True, None,
+            heads_first,
+        )  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
+    if heads_first:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = attention_op(
         q, k, v, left, right, top_left, scale, softcap, splits, cu_seqlens_q, cu_seqlens_kv,
         max_seqlen_q, max_seqlen_kv, seqused_kv, page_table, k_scale, v_scale,
     )  # fmt: skip
-    if _is_direct(q, k, v):
-        return _forward(arguments, return_lse)
-    o, lse = attention_op(*arguments)
+    if heads_first == ALL_HEADS_FIRST:
+        o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
 

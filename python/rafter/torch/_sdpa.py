@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ._ops import attend, refuse
+from ._ops import ALL_HEADS_FIRST, any_autocast, attend, refuse
 
 
 def _four_dims(name: str, x: Tensor, leading: torch.Size) -> Tensor:
@@ -53,24 +53,21 @@ def scaled_dot_product_attention(
     """
     if attn_mask is not None or dropout_p:
         refuse(attn_mask=attn_mask, dropout_p=dropout_p)
-    if torch.is_autocast_enabled(query.device.type):
+    if any_autocast() and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    given = query.shape
+    given = None
     if not (query.dim() == key.dim() == value.dim() == 4):
+        given = query.shape
         query = _four_dims("query", query, given[:-3])
         key = _four_dims("key", key, given[:-3])
         value = _four_dims("value", value, given[:-3])
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    if not enable_gqa and query.size(1) != key.size(1):
         raise ValueError(
             f"key: {key.shape[1]} heads given; {query.shape[1]} allowed without enable_gqa"
         )
     o = attend(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        window=(-1, 0) if is_causal else (-1, -1),
-        top_left=True,
-        scale=scale,
-    ).transpose(1, 2)
-    return o if len(given) == 4 else o.reshape(*given[:-2], *o.shape[2:])
+        query, key, value, window=(-1, 0) if is_causal else (-1, -1), top_left=True, scale=scale,
+        heads_first=ALL_HEADS_FIRST,
+    )  # fmt: skip
+    return o if given is None or len(given) == 4 else o.reshape(*given[:-2], *o.shape[2:])

@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._ops import attend, refuse
+from ._ops import HEADS_FIRST, attend, refuse
 
 
 def _construction(function: Callable) -> tuple:
@@ -114,23 +114,34 @@ def attention_for_rafter(
 ) -> Tuple[Tensor, None]:
     """The signature of transformers' attention functions: query [batch, heads, seqlen, head_dim];
     gives [batch, seqlen, heads, head_dim_v] and no weights."""
-    refuse(
-        dropout=dropout,
-        s_aux=s_aux,
-        position_bias=position_bias,
-        output_attentions=output_attentions,
-        cu_seq_lens_q=cu_seq_lens_q,
-        cu_seq_lens_k=cu_seq_lens_k,
-    )
+    if (
+        dropout
+        or output_attentions
+        or s_aux is not None
+        or position_bias is not None
+        or cu_seq_lens_q is not None
+        or cu_seq_lens_k is not None
+    ):
+        refuse(
+            dropout=dropout,
+            s_aux=s_aux,
+            position_bias=position_bias,
+            output_attentions=output_attentions,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     span = -1 if sliding_window is None else sliding_window - 1  # its count includes the row's key
     options = dict(window=(span, 0 if causal else span), scale=scaling, softcap=softcap or 0.0)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if attention_mask is None:
-        return attend(q, k, v, **options), None
+        return attend(query, key, value, heads_first=HEADS_FIRST, **options), None
     if attention_mask.dtype == torch.int32:
-        return attend(q, k, v, seqused_kv=attention_mask.flatten(), **options), None
+        lengths = attention_mask.flatten()
+        return attend(
+            query, key, value, seqused_kv=lengths, heads_first=HEADS_FIRST, **options
+        ), None
     if attention_mask.dtype == torch.uint8:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return _attend_padded(q, k, v, attention_mask.flatten(1).bool(), **options), None
     raise NotImplementedError(
         f"attention_mask: {attention_mask.dtype}, shape {tuple(attention_mask.shape)} is not "

@@ -1,6 +1,10 @@
 """rafter.torch.scaled_dot_product_attention against PyTorch's, on the CPU; skipped without PyTorch."""
 
 import inspect
+import os
+import pathlib
+import subprocess
+import sys
 
 import oracle
 import pytest
@@ -70,6 +74,28 @@ def test_a_head_dim_with_gaps_is_taken_too():
         rt.scaled_dot_product_attention(q, gaps, v, enable_gqa=True),
         rt.scaled_dot_product_attention(q, k, v, enable_gqa=True),
     )
+
+
+PROGRAM = """
+import torch
+import torch._C._dynamo.guards as guards
+del guards._empty_strided_cpu
+import rafter.torch
+q, k, v = (torch.randn(2, 3, 9, 16) for _ in range(3))
+o = rafter.torch.scaled_dot_product_attention(q, k, v, is_causal=True)
+exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+assert type(o) is torch.Tensor and o.transpose(1, 2).is_contiguous()
+torch.testing.assert_close(o, exact)
+"""
+
+
+def test_results_need_no_function_that_pytorch_keeps_to_itself():
+    path = str(pathlib.Path(rt.__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": path}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
