@@ -64,6 +64,39 @@ TEST_F(Gpu, RunGivesTheResultsOfACpuByEveryPipeline) {
   }
 }
 
+// The same of gradients: sums of 130 keys, or of 140 rows of two heads, each weight of which is off
+// by 2^-8 or so.
+TEST_F(Gpu, RunGivesTheGradientsOfACpuByBothPipelines) {
+  const Shape q_shape = {2, 70, 4, 64}, k_shape = {2, 130, 2, 64};
+  write_f32(path("q.npy"), q_shape, some_values(elements_of(q_shape), 1));
+  write_f32(path("k.npy"), k_shape, some_values(elements_of(k_shape), 2));
+  write_f32(path("v.npy"), k_shape, some_values(elements_of(k_shape), 3));
+  write_f32(path("do.npy"), q_shape, some_values(elements_of(q_shape), 4));
+  const char* const gradients[] = {"dq.npy", "dk.npy", "dv.npy"};
+  const auto run = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> command = {
+        "run",          "--q",          path("q.npy"), "--k",          path("k.npy"),
+        "--v",          path("v.npy"),  "--dtype",     "bf16",         "--causal",
+        "--dout",       path("do.npy"), "--dq",        path("dq.npy"), "--dk",
+        path("dk.npy"), "--dv",         path("dv.npy")};
+    command.insert(command.end(), more.begin(), more.end());
+    run_json(command);
+    std::vector<FloatArray> results;
+    for (const char* name : gradients) {
+      results.push_back(read_f32(path(name)));
+    }
+    return results;
+  };
+  const std::vector<FloatArray> of_cpu = run({"--kernel", "backward_reference"});
+  for (const char* pipeline : {"unfused", "fused"}) {
+    SCOPED_TRACE(pipeline);
+    const std::vector<FloatArray> of_gpu = run({"--device", "cuda", "--pipeline", pipeline});
+    for (std::size_t i = 0; i < of_cpu.size(); ++i) {
+      EXPECT_LT(largest_difference(of_gpu[i], of_cpu[i]), 0.02) << gradients[i];
+    }
+  }
+}
+
 TEST_F(Gpu, BenchRowsSayWhatLaunchesCostAndWhatWasCounted) {
   // Q, K and V of 201 MB: no L2 holds half of them.
   const auto document =

@@ -121,6 +121,8 @@ Status describe(const Matmul& p, const Types& types, std::int64_t batch, Descrip
   steps.add(lt.desc_init(&made.product, sizeof made.product, types.compute, types.scale));
   const cublasOperation_t first = p.b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   steps.add(lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+  const cublasOperation_t second = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  steps.add(lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
   struct Side {
     cublasLtMatrixLayoutOpaque_t* layout;
     cudaDataType_t type;
@@ -128,7 +130,8 @@ Status describe(const Matmul& p, const Types& types, std::int64_t batch, Descrip
   };
   const Side sides[] = {{&made.first, types.operand, p.b_transposed ? p.k : p.n,
                          p.b_transposed ? p.n : p.k, p.ldb, p.stride_b},
-                        {&made.second, types.operand, p.k, p.m, p.lda, p.stride_a},
+                        {&made.second, types.operand, p.a_transposed ? p.m : p.k,
+                         p.a_transposed ? p.k : p.m, p.lda, p.stride_a},
                         {&made.result, types.result, p.n, p.m, p.ldc, p.stride_c}};
   const auto count = static_cast<std::int32_t>(batch);
   for (const Side& side : sides) {
@@ -220,11 +223,11 @@ Result<Choice> choose(cublasLtHandle_t handle, const Matmul& p, const Types& typ
 }
 
 /// What decides about the algorithm.
-using Key = std::tuple<int, int, std::array<bool, 3>, std::array<std::int64_t, 9>>;
+using Key = std::tuple<int, int, std::array<bool, 4>, std::array<std::int64_t, 9>>;
 Key key_of(int device, const Matmul& p) {
   return {device,
           static_cast<int>(p.dtype),
-          {p.c_is_f32, p.tf32, p.b_transposed},
+          {p.c_is_f32, p.tf32, p.a_transposed, p.b_transposed},
           {p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.stride_a, p.stride_b, p.stride_c}};
 }
 

@@ -3,6 +3,9 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <map>
+#include <mutex>
+
 namespace rafter::cuda {
 namespace {
 
@@ -72,6 +75,21 @@ Result<int> sm_count() {
     return status;
   }
   return attribute(cudaDevAttrMultiProcessorCount, "sm count", device);
+}
+
+Result<std::int64_t> memory_bytes(int index) {
+  static std::mutex mutex;
+  static std::map<int, std::int64_t> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(index); found != known.end()) {
+    return found->second;
+  }
+  cudaDeviceProp properties;
+  if (Status status = to_status(cudaGetDeviceProperties(&properties, index), "device memory");
+      !status) {
+    return status;
+  }
+  return known[index] = static_cast<std::int64_t>(properties.totalGlobalMem);
 }
 
 std::string why_no_device(int index) {

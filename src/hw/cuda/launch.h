@@ -41,6 +41,9 @@ class DeviceScope {
 /// Streaming multiprocessors of the current device.
 Result<int> sm_count();
 
+/// Memory of a device. Asked of the runtime once a device.
+Result<std::int64_t> memory_bytes(int index);
+
 /// "" when there is such a device; else "no CUDA device (…)", "no CUDA device 3 (there are 2)".
 std::string why_no_device(int index);
 /// "" when that device is of compute capability 9.0, else why it is not: as why_no_device(), or

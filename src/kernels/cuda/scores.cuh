@@ -74,11 +74,18 @@ __device__ inline float weight(float score, float top) {
 /// A maximum that can be subtracted: a row that sees nothing yet has none.
 __device__ inline float finite_top(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+/// Where the lse of a row goes; null when it is not wanted.
+__device__ inline float* lse_at(const LseTarget& lse, const ScoreSequence& s, std::int64_t head,
+                                int row) {
+  return lse.data == nullptr ? nullptr
+                             : lse.data + s.batch * lse.stride_batch + head * lse.stride_heads +
+                                   (s.row_q + row) * lse.stride_seqlen;
+}
+
 __device__ inline void store_lse(const LseTarget& lse, const ScoreSequence& s, std::int64_t head,
                                  int row, float value) {
-  if (lse.data != nullptr) {
-    lse.data[s.batch * lse.stride_batch + head * lse.stride_heads +
-             (s.row_q + row) * lse.stride_seqlen] = value;
+  if (float* const at = lse_at(lse, s, head, row); at != nullptr) {
+    *at = value;
   }
 }
 

@@ -15,25 +15,7 @@ namespace {
 
 /// Scores and padded copies of one wave stay within this, or within 1024 rows of scores.
 constexpr std::int64_t kWaveBytes = std::int64_t{4} << 30;
-/// Under a mask the products take so many query rows at a time, over the keys that those see.
-constexpr std::int64_t kMaskedRowBlock = 1024;
-/// Parts of the workspace begin at multiples of kAlign bytes; it is lent at one of kLentAlign.
-constexpr std::int64_t kAlign = 256, kLentAlign = 64;
-/// Matrices of one product.
-constexpr std::int64_t kMostMatrices = 65535;
-
-bool lengths_are_data(const AttentionProblem& p) {
-  return p.layout == Layout::packed || p.seqused_kv;
-}
-
-Acceptance machine_has() {
-  std::string reason = why_not_sm90(0);
-  if (reason.empty()) {
-    reason = why_no_cublaslt();
-  }
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
-}
-
+constexpr Reach kReach{.compute = 0.5, .bandwidth = 0.7, .fixed_seconds = 15e-6};
 Acceptance accepts(const KernelProblem& problem, Pipeline pipeline) {
   const AttentionProblem& p = problem.attention;
   if (Acceptance common = cuda::accepts_sm90(problem); !common.yes) {
@@ -50,27 +32,6 @@ Acceptance accepts(const KernelProblem& problem, Pipeline pipeline) {
   std::string reason =
       problem.device_index == 0 ? std::string() : why_not_sm90(problem.device_index);
   return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
-}
-
-/// Where lengths are data the products take every sequence at its capacity: the problem's own work
-/// is a part of it.
-Reach reach(const KernelProblem& problem, Pipeline pipeline) {
-  Reach reach{.compute = 0.5, .bandwidth = 0.7, .fixed_seconds = 15e-6};
-  if (!lengths_are_data(problem.attention)) {
-    return reach;
-  }
-  AttentionProblem padded = problem.attention;
-  padded.layout = Layout::dense;
-  padded.total_q = padded.total_kv = 0;
-  padded.seqused_kv = false;
-  padded.mask = {};
-  const Result<Cost> own = attention_cost(problem.attention, pipeline);
-  const Result<Cost> all = attention_cost(padded, pipeline);
-  if (own && all && own->flops > 0 && own->bytes > 0) {
-    reach.compute *= own->flops / all->flops;
-    reach.bandwidth *= own->bytes / all->bytes;
-  }
-  return reach;
 }
 
 std::int64_t workspace(const KernelProblem& problem, Pipeline pipeline) {
@@ -93,17 +54,49 @@ std::string note(const KernelProblem& problem, Pipeline pipeline) {
   }
   if (sizes->gathered) {
     text += text.empty() ? "" : "; ";
-    text += "every sequence is padded to its capacity: lengths are on the device";
+    text += kPaddedNote;
   }
   return text;
 }
 
-/// A dimension of one element has no stride of its own.
-std::int64_t stride_or(std::int64_t size, std::int64_t stride, std::int64_t otherwise) {
-  return size > 1 ? stride : otherwise;
+template <typename Launch, typename... Arguments>
+Status by_dtype(DType dtype, Launch bf16, Launch f16, const Arguments&... arguments) {
+  return dtype == DType::f16 ? f16(arguments...) : bf16(arguments...);
 }
 
-Status check_rows(const char* name, const TensorView& t) {
+}  // namespace
+
+bool lengths_are_data(const AttentionProblem& p) {
+  return p.layout == Layout::packed || p.seqused_kv;
+}
+
+Acceptance machine_has_scores() {
+  std::string reason = why_not_sm90(0);
+  if (reason.empty()) {
+    reason = why_no_cublaslt();
+  }
+  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+}
+
+Reach scores_reach(const KernelProblem& problem, Pipeline pipeline, Pass pass, Reach reach) {
+  if (!lengths_are_data(problem.attention)) {
+    return reach;
+  }
+  AttentionProblem padded = problem.attention;
+  padded.layout = Layout::dense;
+  padded.total_q = padded.total_kv = 0;
+  padded.seqused_kv = false;
+  padded.mask = {};
+  const Result<Cost> own = attention_cost(problem.attention, pipeline, pass);
+  const Result<Cost> all = attention_cost(padded, pipeline, pass);
+  if (own && all && own->flops > 0 && own->bytes > 0) {
+    reach.compute *= own->flops / all->flops;
+    reach.bandwidth *= own->bytes / all->bytes;
+  }
+  return reach;
+}
+
+Status check_score_rows(const char* name, const TensorView& t) {
   const std::int64_t step = 16 * 8 / bits_of(t.dtype);  // elements of 16 bytes
   if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) {
     return Status::invalid_argument(fmt::format("{}.data", name), fmt::format("{}", t.data),
@@ -128,17 +121,10 @@ Status check_rows(const char* name, const TensorView& t) {
   return Status::ok();
 }
 
-std::byte* aligned(void* workspace) {
-  const auto past = reinterpret_cast<std::uintptr_t>(workspace) % kAlign;
-  return static_cast<std::byte*>(workspace) + (past == 0 ? 0 : kAlign - past);
+std::byte* aligned_scores(void* workspace) {
+  const auto past = reinterpret_cast<std::uintptr_t>(workspace) % kScoreAlign;
+  return static_cast<std::byte*>(workspace) + (past == 0 ? 0 : kScoreAlign - past);
 }
-
-template <typename Launch, typename... Arguments>
-Status by_dtype(DType dtype, Launch bf16, Launch f16, const Arguments&... arguments) {
-  return dtype == DType::f16 ? f16(arguments...) : bf16(arguments...);
-}
-
-}  // namespace
 
 std::optional<ScoreSizes> score_sizes(const KernelProblem& problem, Pipeline pipeline) {
   const AttentionProblem& p = problem.attention;
@@ -156,9 +142,9 @@ std::optional<ScoreSizes> score_sizes(const KernelProblem& problem, Pipeline pip
   const std::int64_t o_bytes = pipeline == Pipeline::unfused ? 4 * p.seqlen_q * p.head_dim_v : 0;
   const std::int64_t pair_bytes = sizes.gathered ? q_bytes + k_bytes + v_bytes + o_bytes : 0;
   sizes.waves = tiles::plan_score_waves(*pairs, p.seqlen_q, p.seqlen_kv, 2, pair_bytes, kWaveBytes);
-  const auto room = [](std::int64_t bytes) { return base::round_up(bytes, kAlign); };
+  const auto room = [](std::int64_t bytes) { return base::round_up(bytes, kScoreAlign); };
   sizes.score_bytes = room(2 * sizes.waves.score_elements());
-  sizes.total_bytes = (kAlign - kLentAlign) + sizes.score_bytes + kMatmulWorkspaceBytes;
+  sizes.total_bytes = (kScoreAlign - kLentAlign) + sizes.score_bytes + kMatmulWorkspaceBytes;
   if (sizes.gathered) {
     const std::int64_t n = sizes.waves.pairs_per_wave;
     sizes.q_bytes = room(n * q_bytes);
@@ -172,20 +158,22 @@ std::optional<ScoreSizes> score_sizes(const KernelProblem& problem, Pipeline pip
 
 template <Pipeline kPipeline>
 KernelEntry entry_of(std::string_view name, Status (*forward)(const ForwardCall&)) {
-  return {.name = name,
-          .device = Device::Kind::cuda,
-          .pipeline = kPipeline,
-          .instruction_set = "sm_90a",
-          .dtypes = {DType::bf16, DType::f16},
-          .accepts_text =
-              "dense and packed layouts, head_dim and head_dim_v multiples of 8 up to 256, "
-              "every mask, softcap, seqused_kv; strides multiples of 16 bytes",
-          .machine_has = machine_has,
-          .accepts = [](const KernelProblem& p) { return accepts(p, kPipeline); },
-          .reach = [](const KernelProblem& p, const DeviceSpec&) { return reach(p, kPipeline); },
-          .workspace = [](const KernelProblem& p) { return workspace(p, kPipeline); },
-          .forward = forward,
-          .note = [](const KernelProblem& p) { return note(p, kPipeline); }};
+  return {
+      .name = name,
+      .device = Device::Kind::cuda,
+      .pipeline = kPipeline,
+      .instruction_set = "sm_90a",
+      .dtypes = {DType::bf16, DType::f16},
+      .accepts_text =
+          "dense and packed layouts, head_dim and head_dim_v multiples of 8 up to 256, "
+          "every mask, softcap, seqused_kv; strides multiples of 16 bytes",
+      .machine_has = machine_has_scores,
+      .accepts = [](const KernelProblem& p) { return accepts(p, kPipeline); },
+      .reach = [](const KernelProblem& p,
+                  const DeviceSpec&) { return scores_reach(p, kPipeline, Pass::forward, kReach); },
+      .workspace = [](const KernelProblem& p) { return workspace(p, kPipeline); },
+      .forward = forward,
+      .note = [](const KernelProblem& p) { return note(p, kPipeline); }};
 }
 
 KernelEntry scores_entry(std::string_view name, Pipeline pipeline,
@@ -198,7 +186,7 @@ ScoreCall::ScoreCall(const ForwardCall& call, Pipeline pipeline)
     : call_(call),
       attention_(call.problem.attention),
       sizes_(*score_sizes(call.problem, pipeline)),  // accepts() has seen that there are some
-      workspace_(aligned(call.workspace.data)) {
+      workspace_(aligned_scores(call.workspace.data)) {
   const AttentionProblem& p = attention_;
   order_ = tiles::pair_order(p.batch, p.heads_q, p.heads_q / p.heads_kv);
   problem_ = score_problem(p, call.in);
@@ -213,7 +201,7 @@ Status ScoreCall::check_tensors() const {
   const std::pair<const char*, const TensorView*> tensors[] = {
       {"q", &call_.in.q}, {"k", &call_.in.k}, {"v", &call_.in.v}, {"o", &call_.out.o}};
   for (const auto& [name, tensor] : tensors) {
-    if (Status status = check_rows(name, *tensor); !status) {
+    if (Status status = check_score_rows(name, *tensor); !status) {
       return status;
     }
   }
@@ -279,7 +267,7 @@ ScoreCall::Side ScoreCall::side_of(const TensorView& view, std::int64_t pair, st
 }
 
 std::int64_t ScoreCall::row_block(const ScoreWave& wave) const {
-  return sizes_.gathered || attention_.mask.is_none() ? wave.rows : kMaskedRowBlock;
+  return sizes_.gathered || attention_.mask.is_none() ? wave.rows : kMaskedBlock;
 }
 
 tiles::Range ScoreCall::keys_of(std::int64_t first_row, std::int64_t rows) const {
@@ -300,8 +288,9 @@ Status ScoreCall::for_each_block(const ScoreWave& wave, Body body) const {
   for (std::int64_t pair = wave.first_pair; pair < end;) {
     RowBlock block;
     block.first_pair = pair;
-    const std::int64_t run_end = std::min(
-        sizes_.gathered ? end : order_.run_end(pair, end, problem_.group), pair + kMostMatrices);
+    const std::int64_t run_end =
+        std::min(sizes_.gathered ? end : order_.run_end(pair, end, problem_.group),
+                 pair + kMostScoreMatrices);
     block.pairs = run_end - pair;
     for (std::int64_t row = 0; row < wave.rows; row += row_block(wave)) {
       block.first_row = wave.first_row + row;

@@ -15,6 +15,33 @@
 
 namespace rafter::cuda {
 
+/// Parts of a workspace begin at multiples of kScoreAlign bytes; it is lent at one of kLentAlign.
+inline constexpr std::int64_t kScoreAlign = 256, kLentAlign = 64;
+/// Under a mask the products take so many query rows (or keys) at a time, over the keys that those
+/// see (or the rows that see those).
+inline constexpr std::int64_t kMaskedBlock = 1024;
+/// Matrices of one product.
+inline constexpr std::int64_t kMostScoreMatrices = 65535;
+
+/// What explain() says where lengths are data.
+inline constexpr const char* kPaddedNote =
+    "every sequence is padded to its capacity: lengths are on the device";
+/// Packed, or with lengths of its own: products need sizes on the host, so each sequence is padded.
+bool lengths_are_data(const AttentionProblem& problem);
+/// A first device that runs sm_90a code, and cuBLASLt.
+Acceptance machine_has_scores();
+/// `reach` of the problem's own work: where lengths are data it is a part of the padded one.
+Reach scores_reach(const KernelProblem& problem, Pipeline pipeline, Pass pass, Reach reach);
+/// Alignment and strides that cuBLASLt and 16-byte accesses can take, or the first that they
+/// cannot.
+Status check_score_rows(const char* name, const TensorView& view);
+/// The first address of a lent workspace that is a multiple of kScoreAlign.
+std::byte* aligned_scores(void* workspace);
+/// A dimension of one element has no stride of its own.
+inline std::int64_t stride_or(std::int64_t size, std::int64_t stride, std::int64_t otherwise) {
+  return size > 1 ? stride : otherwise;
+}
+
 /// Sizes of a problem's workspace: scores of one wave, what cuBLASLt may use and, where lengths are
 /// data, padded copies of the tensors of the wave's pairs.
 struct ScoreSizes {
