@@ -1,0 +1,5 @@
+#include "kernels/cuda/softmax_rows.cuh"
+template rafter::Status rafter::cuda::launch_softmax<rafter::DType::f16>(const ScoreProblem&,
+                                                                         const ScoreWave&,
+                                                                         const LseTarget&, int,
+                                                                         bool, std::int64_t, void*);
