@@ -59,6 +59,10 @@ Json table_row(const BenchRow& row) {
   for (const auto& [key, value] : row.shape.items()) {
     json[key] = value;
   }
+  if (!row.columns.empty()) {
+    json.update(row.columns);
+    return json;
+  }
   if (!row.pipeline.empty()) {
     json["pipeline"] = row.pipeline;
   }

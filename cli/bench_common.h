@@ -97,6 +97,7 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
   finish(rows, refused, machine, common, baseline, context);
 }
 
+void add_bench_recompute(CLI::App& bench, Context& context);
 void add_bench_decode(CLI::App& bench, Context& context);
 void add_bench_append(CLI::App& bench, Context& context);
 

@@ -83,8 +83,10 @@ Json benchmark_json(const BenchRow& row) {
   json["intensity_flop_per_byte"] = number(row.cost.intensity());
   json["level"] = row.level;
   json["cache_resident"] = row.level != "memory";
-  for (const auto& [key, value] : row.more.items()) {
-    json[key] = value;
+  for (const Json* of_kind : {&row.more, &row.kept}) {
+    for (const auto& [key, value] : of_kind->items()) {
+      json[key] = value;
+    }
   }
   return json;
 }
@@ -144,6 +146,9 @@ Json record_json(const BenchRow& row, const DeviceSpec& spec) {
     if (row.more.contains(key)) {
       json[key] = row.more.at(key);
     }
+  }
+  for (const auto& [key, value] : row.kept.items()) {
+    json[key] = value;
   }
   if (const std::string gpu = note_of(spec, "gpu"); !gpu.empty()) {
     json["gpu"] = gpu;

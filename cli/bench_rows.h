@@ -24,7 +24,9 @@ struct BenchRow {
   std::string level;     // that level
   Timing timing;
   std::string wall_measured, wall_reason;
-  Json more = Json::object();  // keys of this kind alone
+  Json more = Json::object();     // keys of this kind alone
+  Json kept = Json::object();     // the same, that records keep as well
+  Json columns = Json::object();  // of the table, behind the shape; none: the common ones
 
   std::string name() const;  // "attention/seqlen:512/…": what identifies the case and pipeline
 };

@@ -5,19 +5,14 @@
 #include <optional>
 
 #include "cli/bench_common.h"
+#include "cli/bench_shapes.h"
 #include "cli/command.h"
 #include "cli/progress.h"
 
 namespace rafter::cli {
 namespace {
 
-struct AttentionAxes {
-  std::vector<std::int64_t> seqlens = {512, 1024, 2048};
-  std::vector<std::int64_t> head_dims = {64};
-  std::vector<std::int64_t> heads_q = {4};
-  std::vector<std::int64_t> heads_kv = {0};
-  std::vector<std::int64_t> batches = {1};
-  std::vector<bool> causal = {false};
+struct AttentionAxes : ShapeAxes {
   std::vector<Pipeline> pipelines = {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused};
   std::string kernel;
   bool evidence = true;
@@ -35,14 +30,7 @@ struct GemmAxes {
 
 BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const AttentionAxes& axes) {
   BenchRow row = measured_row(axes.verb(), result);
-  row.shape = Json{{"seqlen", p.seqlen_q},
-                   {"head_dim", p.head_dim},
-                   {"heads_q", p.heads_q},
-                   {"heads_kv", p.heads_kv == 0 ? p.heads_q : p.heads_kv},
-                   {"batch", p.batch},
-                   {"causal", !p.mask.is_none()},
-                   {"dtype", to_string(p.dtype)},
-                   {"threads", result.threads}};
+  row.shape = shape_of(p, result.threads);
   if (axes.pass == Pass::backward) {
     // The field's count, by which the rates of both passes compare.
     const double flops =
@@ -51,36 +39,6 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
     row.more["forward_flops_x2.5_per_s"] = number(flops / result.median_s());
   }
   return row;
-}
-
-/// All points of the grid but for the pipelines, which are timed together.
-std::vector<AttentionProblem> grid_of(const AttentionAxes& axes, const std::vector<DType>& dtypes) {
-  check_dtypes(dtypes);
-  std::vector<AttentionProblem> grid;
-  for (DType dtype : dtypes) {
-    for (std::int64_t batch : axes.batches) {
-      for (std::int64_t heads_q : axes.heads_q) {
-        for (std::int64_t heads_kv : axes.heads_kv) {
-          for (std::int64_t head_dim : axes.head_dims) {
-            for (bool causal : axes.causal) {
-              for (std::int64_t seqlen : axes.seqlens) {
-                AttentionProblem p;
-                p.batch = batch;
-                p.heads_q = heads_q;
-                p.heads_kv = heads_kv;
-                p.seqlen_q = p.seqlen_kv = seqlen;
-                p.head_dim = head_dim;
-                p.dtype = dtype;
-                p.mask = causal ? Mask::causal() : Mask::none();
-                grid.push_back(p);
-              }
-            }
-          }
-        }
-      }
-    }
-  }
-  return grid;
 }
 
 void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
@@ -156,13 +114,7 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
                    "recomputed (fused) beside stored (unfused), with their workspaces"},
                   {"rafter bench backward --causal 1 --kernel backward_simd_avx2", "one kernel"}}));
   }
-  add_lengths(*command, "--seqlen", axes->seqlens, "tokens of queries and keys", {1, 1 << 20});
-  add_lengths(*command, "--head-dim", axes->head_dims, "head_dim", {1, 256});
-  add_lengths(*command, "--heads-q", axes->heads_q, "query heads", {1, 4096});
-  add_lengths(*command, "--heads-kv", axes->heads_kv, "key and value heads (0: as --heads-q)",
-              {0, 4096});
-  add_lengths(*command, "--batch", axes->batches, "sequences", {1, 65536});
-  add_switches(*command, "--causal", axes->causal, "mask what comes later");
+  add_shapes(*command, *axes);
   add_pipelines(*command, axes->pipelines, "which pipelines");
   CLI::Option* kernel =
       add_text(*command, "--kernel", axes->kernel, "this kernel alone (rafter kernels)", "NAME");
@@ -198,11 +150,13 @@ void add_bench(CLI::App& app, Context& context) {
   CLI::App* bench =
       app.add_subcommand("bench", "run kernels over a grid of shapes, predicted beside measured");
   bench->footer(examples({{"rafter bench attention", "a small grid"},
+                          {"rafter bench recompute", "the backward: scores stored or recomputed"},
                           {"rafter bench decode", "one token against a cache"},
                           {"rafter bench append", "new rows into a cache"},
                           {"rafter bench gemm", "the library's matrix product"}}));
   add_bench_attention(*bench, Pass::forward, context);
   add_bench_attention(*bench, Pass::backward, context);
+  add_bench_recompute(*bench, context);
   add_bench_decode(*bench, context);
   add_bench_append(*bench, context);
   add_bench_gemm(*bench, context);
@@ -212,7 +166,7 @@ void add_bench(CLI::App& app, Context& context) {
     command->allow_extras();
     command->callback([verb] {
       fail(Exit::bad_input, fmt::format("bench {}", verb),
-           "not in this build yet; attention, backward, decode, append, gemm allowed");
+           "not in this build yet; attention, backward, recompute, decode, append, gemm allowed");
     });
   }
 }

@@ -132,6 +132,39 @@ TEST(BenchCommand, BackwardRowsCompareWithTheForward) {
   EXPECT_EQ(backward.at(0).at("kernel").get<std::string>().rfind("backward_", 0), 0U);
 }
 
+// One record has both ways, beside what `explain recompute` says of the same device.
+TEST(BenchCommand, RecomputeMeasuresBothWaysBesideThePrediction) {
+  const TemporaryFolder folder;
+  const std::string device = device_file(folder), path = folder / "records.jsonl";
+  const auto document =
+      run_json({"bench", "recompute", "--seqlen", "96", "--head-dim", "16", "--heads-q", "2",
+                "--time", "0.01", "--device", device, "--out", path});
+  const auto explained = run_json({"explain", "recompute", "--seqlen", "96", "--head-dim", "16",
+                                   "--heads-q", "2", "--dtype", "f32", "--device", device});
+  std::ifstream file(path);
+  std::string line;
+  ASSERT_TRUE(std::getline(file, line));
+  const auto record = nlohmann::ordered_json::parse(line);
+  ASSERT_EQ(document.at("benchmarks").size(), 1U);
+  const auto& row = document.at("benchmarks").at(0);
+  const auto of = [](const nlohmann::ordered_json& json, const char* key) {
+    return json.at(key).get<double>();
+  };
+  for (const auto& [key, of_explain] :
+       {std::pair{"store_predicted_s", "store_time_s"},
+        std::pair{"recompute_predicted_s", "recompute_time_s"},
+        std::pair{"store_over_recompute_predicted", "store_over_recompute"}}) {
+    EXPECT_DOUBLE_EQ(of(row, key), of(explained, of_explain)) << key;
+    EXPECT_DOUBLE_EQ(of(record, key), of(row, key)) << key;
+  }
+  const double ratio = of(row, "stored_over_recomputed");
+  EXPECT_NEAR(ratio, of(record, "stored_s") / of(record, "median_s"), 1e-9 * ratio);
+  EXPECT_LT(of(record, "stored_over_recomputed_at_least"), ratio);
+  EXPECT_GT(of(record, "stored_workspace_bytes"), 2.0 * 2 * 96 * 96 * 4);  // P and dS of two heads
+  EXPECT_EQ(record.at("kernel").get<std::string>().rfind("backward_simd", 0), 0U);
+  EXPECT_EQ(record.at("stored_kernel"), "backward_unfused_onednn");
+}
+
 TEST(BenchCommand, DecodeTakesLengthsOfEachSequence) {
   const TemporaryFolder folder;
   const std::vector<std::string> bench{
