@@ -126,8 +126,9 @@ ResultArray::ResultArray(const char* name, nb::handle out, const Place& place,
   } else {
     array_ = nb::borrow(out);
   }
-  // What was made here can be written: no need to ask, which takes longer.
-  tensor_ = Tensor(name, array_, place, out.is_none() ? Array::Access::read : Array::Access::write);
+  // What was made here can be written and wants no gradient: no need to ask, which takes longer.
+  const bool made = out.is_none();
+  tensor_ = Tensor(name, array_, place, made ? Array::Access::read : Array::Access::write, made);
   if (heads_first) {
     tensor_.swap_heads();
   }

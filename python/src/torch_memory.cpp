@@ -1,24 +1,26 @@
 #include "torch_memory.h"
 
+#include <iterator>
+
 namespace rafter::python {
 namespace {
 
-/// Functions and objects of PyTorch, looked up once; all invalid where it lacks one.
+/// Functions and objects of PyTorch, looked up once and owned.
 struct Torch {
-  nb::object tensor, dtypes, on_cpu, on_cuda, current_device;
+  nb::handle tensor, dtypes[4], on_cpu, on_cuda, current_device;
 
   explicit Torch(const nb::object& found) {
-    if (!found.is_none()) {
-      tensor = found[0];
-      dtypes = found[1];
-      on_cpu = found[2];
-      on_cuda = found[3];
-      current_device = found[4];
+    tensor = nb::object(found[0]).release();
+    for (std::size_t i = 0; i < std::size(dtypes); ++i) {
+      dtypes[i] = nb::object(found[1][i]).release();
     }
+    on_cpu = nb::object(found[2]).release();
+    on_cuda = nb::object(found[3]).release();
+    current_device = nb::object(found[4]).release();
   }
 };
 
-/// Null for arrays that are no torch.Tensor itself.
+/// Null for arrays that are no torch.Tensor itself, and where PyTorch's current device is another.
 const Torch* torch_of(const Place& place) {
   static const Torch* torch = nullptr;  // not freed: the interpreter is gone by then
   if (place.api == nullptr) {
@@ -32,7 +34,12 @@ const Torch* torch_of(const Place& place) {
     }
     torch = new Torch(found);
   }
-  return place.api_type.ptr() == torch->tensor.ptr() ? torch : nullptr;
+  if (place.api_type.ptr() != torch->tensor.ptr()) {
+    return nullptr;
+  }
+  const bool here =
+      !place.is_cuda() || nb::cast<int>(torch->current_device()) == place.device.index;
+  return here ? torch : nullptr;
 }
 
 nb::object tuple_of(std::span<const std::int64_t> values) {
@@ -49,9 +56,6 @@ nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
                        std::span<const std::int64_t> strides, TorchDtype dtype) {
   const Torch* torch = torch_of(place);
   if (torch == nullptr) {
-    return {};
-  }
-  if (place.is_cuda() && nb::cast<int>(torch->current_device()) != place.device.index) {
     return {};
   }
   return (place.is_cuda() ? torch->on_cuda : torch->on_cpu)(
