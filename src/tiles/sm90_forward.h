@@ -17,7 +17,9 @@ struct Sm90ForwardRow {
   int consumer_registers = 0;
   bool queries_in_registers = false;  // Q is read from shared memory once, not once per key tile
   bool store_by_copy = false;         // O leaves through shared memory and the copy engine
-  bool ordered = true;  // warpgroups take turns at issuing matmuls; which pays was measured
+  int q_slots = 1;                    // query tiles of a warpgroup in shared memory
+  bool runs_on = false;  // the next query tile begins under the last products of this one
+  bool ordered = true;   // warpgroups take turns at issuing matmuls; which pays was measured
 
   constexpr int tile_q() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -27,7 +29,8 @@ struct Sm90ForwardRow {
   constexpr int o_bytes() const { return store_by_copy ? tile_bytes(64, head_dim_v) : 0; }
   static constexpr int kControlBytes = 1024;  // barriers and tile descriptions
   constexpr int shared_bytes() const {
-    return warpgroups * (q_bytes() + o_bytes()) + stages * (k_bytes() + v_bytes()) + kControlBytes +
+    return warpgroups * (q_slots * q_bytes() + o_bytes()) + stages * (k_bytes() + v_bytes()) +
+           kControlBytes +
            kSwizzleGroupBytes;  // slack: dynamic shared memory is aligned to 16 bytes only
   }
   /// Registers of one consumer thread that hold S, P, O and, where it is so, Q.
@@ -44,7 +47,8 @@ struct Sm90ForwardRow {
     return shared_bytes() <= kSharedBytesPerBlock &&
            128 * (producer_registers + warpgroups * consumer_registers) <= held &&
            fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
-           producer_registers % 8 == 0 && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
+           producer_registers % 8 == 0 && (!runs_on || queries_in_registers || q_slots > 1) &&
+           tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
   }
 };
 
@@ -56,7 +60,9 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .stages = 2,
      .producer_registers = 32,
      .consumer_registers = 160,
-     .store_by_copy = true},
+     .store_by_copy = true,
+     .q_slots = 2,
+     .runs_on = true},
     {.head_dim = 128,
      .head_dim_v = 128,
      .warpgroups = 2,
@@ -66,6 +72,7 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .consumer_registers = 232,
      .queries_in_registers = true,
      .store_by_copy = true,
+     .runs_on = true,
      .ordered = false},
     {.head_dim = 192,
      .head_dim_v = 128,

@@ -105,7 +105,7 @@ void set_outputs(cuda::ForwardParams& params, const ForwardOutputs& out) {
                       out.o.stride_batch % 2 == 0 && out.o.stride_seqlen % 2 == 0 &&
                       out.o.stride_heads % 2 == 0;
   cuda::TensorMap o{};
-  params.o_by_copy = !params.o_is_f32 && cuda::make_tensor_map("o", out.o, 64, o).is_ok();
+  params.o_by_copy = !params.o_is_f32 && cuda::make_tensor_map("o", out.o, 16, o).is_ok();
   params.o_map = o.map;
   params.o_batch_step = o.batch_step;
   params.o_heads_step = o.heads_step;

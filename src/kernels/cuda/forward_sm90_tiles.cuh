@@ -111,4 +111,29 @@ struct TileFinder {
   }
 };
 
+/// Key tiles that every query of the warpgroup sees whole, at most [range.x, range.y); they need
+/// no mask. Empty (range.y, range.y) when scores must be transformed.
+template <int kTileKv>
+__device__ inline int2 interior_tiles(const ForwardParams& params, const TileWork& work, int2 range,
+                                      int warpgroup) {
+  const Mask32 mask = mask_of(params, work);
+  const int first = work.first_query + 64 * warpgroup;
+  // The first row ends first, the last row begins last.
+  const Mask32::Range last_row = mask.row(first + 63);
+  const int begin = max(range.x, (last_row.first + kTileKv - 1) / kTileKv);
+  const int end = min(range.y, mask.row(first).last / kTileKv);
+  const bool none = params.transform || last_row.size() == 0 || begin >= end;
+  return none ? int2{range.y, range.y} : int2{begin, end};
+}
+
+/// A query tile and the keys that it sees, as the planner tells it to the others.
+template <int kWarpgroups>
+struct PlannedTile : TileWork {
+  float* lse = nullptr;        // of its first row, null: none
+  int2 range{0, 0};            // key tiles that some query sees: [x, y)
+  int2 interior[kWarpgroups];  // those that every query of the warpgroup sees whole
+
+  __device__ bool is_empty() const { return range.x >= range.y; }
+};
+
 }  // namespace rafter::cuda
