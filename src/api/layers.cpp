@@ -7,6 +7,7 @@
 #include "api/checks.h"
 #include "api/operations.h"
 #include "dispatch/operations.h"
+#include "model/check.h"
 
 namespace rafter {
 
@@ -25,8 +26,6 @@ const char* to_string(Pointwise function) {
 }
 
 namespace {
-
-std::string text(std::int64_t value) { return std::to_string(value); }
 
 /// The layer operations of a device that is there.
 Result<const LayerOperations*> operations_of(const char* name, const Device& device,
@@ -78,23 +77,18 @@ Status check_tensor(const char* name, const TensorView& tensor, DType dtype,
 
 api::Shape shape_of(const TensorView& t) { return {{t.batch, t.seqlen, t.heads, t.head_dim}}; }
 
-bool same_place(const TensorView& a, const TensorView& b) {
-  return a.data == b.data && a.stride_batch == b.stride_batch &&
-         a.stride_seqlen == b.stride_seqlen && a.stride_heads == b.stride_heads;
-}
-
 /// An output apart from an input, or (where `in_place`) the same elements.
-struct Named {
+struct NamedTensor {
   const char* name;
   const TensorView& tensor;
 };
-Status check_output(Named output, std::initializer_list<Named> inputs, bool in_place) {
+Status check_output(NamedTensor output, std::initializer_list<NamedTensor> inputs, bool in_place) {
   const api::View view = api::view_of(output.name, output.tensor);
   if (Status s = api::check_no_self_overlap(view); !s) {
     return s;
   }
-  for (const Named& input : inputs) {
-    if (in_place && same_place(output.tensor, input.tensor)) {
+  for (const NamedTensor& input : inputs) {
+    if (in_place && api::same_place(output.tensor, input.tensor)) {
       continue;
     }
     if (Status s = api::check_disjoint(view, api::view_of(input.name, input.tensor)); !s) {
@@ -102,16 +96,6 @@ Status check_output(Named output, std::initializer_list<Named> inputs, bool in_p
     }
   }
   return Status::ok();
-}
-
-template <typename... More>
-Status first_error(Status first, More... more) {
-  for (Status* each : std::initializer_list<Status*>{&more...}) {
-    if (first) {
-      first = std::move(*each);
-    }
-  }
-  return first;
 }
 
 /// Rows of an index within [0, limit), where they can be read.
@@ -122,15 +106,16 @@ Status check_rows(const char* name, const IndexView& rows, std::int64_t size, st
                                     "i32 or i64");
   }
   if (rows.size != size) {
-    return Status::invalid_argument(std::string(name) + ".size", text(rows.size), text(size));
+    return Status::invalid_argument(std::string(name) + ".size", std::to_string(rows.size),
+                                    std::to_string(size));
   }
   if (rows.empty() && size > 0) {
-    return Status::invalid_argument(name, "null", "an array of " + text(size));
+    return Status::invalid_argument(name, "null", "an array of " + std::to_string(size));
   }
   for (std::int64_t i = 0; device.kind == Device::Kind::cpu && i < size; ++i) {
     if (rows[i] < 0 || rows[i] >= limit) {
-      return Status::invalid_argument(std::string(name) + "[" + text(i) + "]", text(rows[i]),
-                                      "0 to " + text(limit - 1));
+      return Status::invalid_argument(std::string(name) + "[" + std::to_string(i) + "]",
+                                      std::to_string(rows[i]), "0 to " + std::to_string(limit - 1));
     }
   }
   return Status::ok();
@@ -147,28 +132,31 @@ Status check_rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out) {
   if (!(in.eps >= 0) || in.eps > 1) {
     return Status::invalid_argument("eps", std::to_string(in.eps), "0 to 1");
   }
-  Status checked = first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, shape),
-                               check_tensor("weight", in.weight, dtype, {{1, 1, 1, in.x.head_dim}}),
-                               check_tensor("y", out.y, dtype, shape),
-                               check_output({"y", out.y}, {{"x", in.x}}, true),
-                               check_output({"y", out.y}, {{"weight", in.weight}}, false));
+  Status checked = model::first_error(
+      check_float("x", in.x), check_tensor("x", in.x, dtype, shape),
+      check_tensor("weight", in.weight, dtype, {{1, 1, 1, in.x.head_dim}}),
+      check_tensor("y", out.y, dtype, shape), check_output({"y", out.y}, {{"x", in.x}}, true),
+      check_output({"y", out.y}, {{"weight", in.weight}}, false));
   if (!checked || !adds) {
     return checked;
   }
-  return first_error(check_tensor("residual", in.residual, dtype, shape),
-                     check_tensor("sum", out.sum, dtype, shape),
-                     check_output({"sum", out.sum}, {{"x", in.x}, {"residual", in.residual}}, true),
-                     check_output({"sum", out.sum}, {{"weight", in.weight}, {"y", out.y}}, false),
-                     check_output({"y", out.y}, {{"residual", in.residual}}, true));
+  return model::first_error(
+      check_tensor("residual", in.residual, dtype, shape),
+      check_tensor("sum", out.sum, dtype, shape),
+      check_output({"sum", out.sum}, {{"x", in.x}, {"residual", in.residual}}, true),
+      check_output({"sum", out.sum}, {{"weight", in.weight}, {"y", out.y}}, false),
+      check_output({"y", out.y}, {{"residual", in.residual}}, true));
 }
 
 Status check_rope(const Rope& rope, std::int64_t head_dim) {
   if (rope.rotary_dim < 2 || rope.rotary_dim > head_dim || rope.rotary_dim % 2 != 0) {
-    return Status::invalid_argument("rope.rotary_dim", text(rope.rotary_dim),
-                                    "an even number from 2 to head_dim = " + text(head_dim));
+    return Status::invalid_argument(
+        "rope.rotary_dim", std::to_string(rope.rotary_dim),
+        "an even number from 2 to head_dim = " + std::to_string(head_dim));
   }
   if (rope.max_position < 0) {
-    return Status::invalid_argument("rope.max_position", text(rope.max_position), "0 or more");
+    return Status::invalid_argument("rope.max_position", std::to_string(rope.max_position),
+                                    "0 or more");
   }
   if ((rope.cos == nullptr || rope.sin == nullptr) && rope.max_position > 0) {
     return Status::invalid_argument(rope.cos == nullptr ? "rope.cos" : "rope.sin", "null",
@@ -183,16 +171,17 @@ Status check_linear(const LinearInputs& in, const TensorView& out, Workspace wor
   const DType dtype = in.x.dtype;
   const bool has_bias = in.bias.data != nullptr;
   Status checked =
-      first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
-                  check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
+      model::first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
+                         check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
   if (!checked) {
     return checked;
   }
   if (in.weight.seqlen > 1 && in.weight.stride_seqlen != k) {
-    return Status::invalid_argument("weight.stride_seqlen", text(in.weight.stride_seqlen), text(k));
+    return Status::invalid_argument("weight.stride_seqlen", std::to_string(in.weight.stride_seqlen),
+                                    std::to_string(k));
   }
   const bool f32 = out.dtype == DType::f32 && !has_bias;
-  checked = first_error(
+  checked = model::first_error(
       check_tensor("out", out, f32 ? DType::f32 : dtype, {{1, m, 1, n}}),
       has_bias ? check_tensor("bias", in.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
       check_output({"out", out}, {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}}, false),
@@ -205,7 +194,7 @@ Status check_linear(const LinearInputs& in, const TensorView& out, Workspace wor
                                      std::pair{"x.stride_seqlen", in.x.stride_seqlen},
                                      std::pair{"out.stride_seqlen", out.stride_seqlen}}) {
       if (size % 8 != 0) {
-        return Status::invalid_argument(name, text(size), "multiples of 8 on CUDA");
+        return Status::invalid_argument(name, std::to_string(size), "multiples of 8 on CUDA");
       }
     }
   }
@@ -238,11 +227,11 @@ Status pointwise(Pointwise function, const TensorView& a, const TensorView& b,
                                     one ? "none of silu" : "a tensor");
   }
   const api::Shape shape = shape_of(a);
-  Status checked = first_error(check_float("a", a), check_tensor("a", a, a.dtype, shape),
-                               one ? Status::ok() : check_tensor("b", b, a.dtype, shape),
-                               check_tensor("out", out, a.dtype, shape),
-                               check_output({"out", out}, {{"a", a}}, true),
-                               one ? Status::ok() : check_output({"out", out}, {{"b", b}}, true));
+  Status checked = model::first_error(
+      check_float("a", a), check_tensor("a", a, a.dtype, shape),
+      one ? Status::ok() : check_tensor("b", b, a.dtype, shape),
+      check_tensor("out", out, a.dtype, shape), check_output({"out", out}, {{"a", a}}, true),
+      one ? Status::ok() : check_output({"out", out}, {{"b", b}}, true));
   return checked ? (*layers)->pointwise({function, a, b, out, {device.index, stream}}) : checked;
 }
 
@@ -253,10 +242,10 @@ Status rope(const TensorView& x, const IndexView& positions, const Rope& rope,
     return layers.status();
   }
   const api::Shape shape = {{1, x.seqlen, x.heads, x.head_dim}};
-  Status checked =
-      first_error(check_float("x", x), check_tensor("x", x, x.dtype, shape),
-                  check_tensor("out", out, x.dtype, shape),
-                  check_output({"out", out}, {{"x", x}}, true), check_rope(rope, x.head_dim));
+  Status checked = model::first_error(check_float("x", x), check_tensor("x", x, x.dtype, shape),
+                                      check_tensor("out", out, x.dtype, shape),
+                                      check_output({"out", out}, {{"x", x}}, true),
+                                      check_rope(rope, x.head_dim));
   if (checked) {
     checked = check_rows("positions", positions, x.seqlen, rope.max_position, device);
   }
@@ -269,11 +258,11 @@ Status gather(const TensorView& table, const IndexView& rows, const TensorView& 
   if (!layers) {
     return layers.status();
   }
-  Status checked =
-      first_error(check_float("table", table),
-                  check_tensor("table", table, table.dtype, {{1, table.seqlen, 1, table.head_dim}}),
-                  check_tensor("out", out, table.dtype, {{1, rows.size, 1, table.head_dim}}),
-                  check_output({"out", out}, {{"table", table}}, false));
+  Status checked = model::first_error(
+      check_float("table", table),
+      check_tensor("table", table, table.dtype, {{1, table.seqlen, 1, table.head_dim}}),
+      check_tensor("out", out, table.dtype, {{1, rows.size, 1, table.head_dim}}),
+      check_output({"out", out}, {{"table", table}}, false));
   if (checked) {
     checked = check_rows("rows", rows, rows.size, table.seqlen, device);
   }
@@ -312,7 +301,7 @@ Status fill_uniform(const TensorView& out, std::uint64_t seed, float bound, cons
     return layers.status();
   }
   Status checked =
-      first_error(check_float("out", out), api::check_memory(api::view_of("out", out)));
+      model::first_error(check_float("out", out), api::check_memory(api::view_of("out", out)));
   if (!checked) {
     return checked;
   }
@@ -321,7 +310,7 @@ Status fill_uniform(const TensorView& out, std::uint64_t seed, float bound, cons
   }
   const TensorView packed =
       TensorView::contiguous(out.data, out.dtype, out.batch, out.seqlen, out.heads, out.head_dim);
-  if (!same_place(out, packed) || out.stride_head_dim != 1) {
+  if (!api::same_place(out, packed) || out.stride_head_dim != 1) {
     return Status::invalid_argument("out", "strides with gaps", "a contiguous tensor");
   }
   return (*layers)->fill_uniform({out, seed, bound, {device.index, stream}});
@@ -333,7 +322,7 @@ Status advance(const CountView& counts, std::int32_t by, const Device& device, S
     return layers.status();
   }
   if (counts.size < 0 || (counts.size > 0 && counts.data == nullptr)) {
-    return Status::invalid_argument("counts", "null", "an array of " + text(counts.size));
+    return Status::invalid_argument("counts", "null", "an array of " + std::to_string(counts.size));
   }
   return (*layers)->advance({counts, by, {device.index, stream}});
 }

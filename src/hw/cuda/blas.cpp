@@ -123,6 +123,13 @@ Status describe(const Matmul& p, const Types& types, std::int64_t batch, Descrip
   steps.add(lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
   const cublasOperation_t second = p.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   steps.add(lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+  if (p.bias != nullptr) {  // along the rows of its C, which are our columns
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    steps.add(
+        lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    steps.add(
+        lt.desc_set(&made.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p.bias, sizeof p.bias));
+  }
   struct Side {
     cublasLtMatrixLayoutOpaque_t* layout;
     cudaDataType_t type;
@@ -223,11 +230,11 @@ Result<Choice> choose(cublasLtHandle_t handle, const Matmul& p, const Types& typ
 }
 
 /// What decides about the algorithm.
-using Key = std::tuple<int, int, std::array<bool, 4>, std::array<std::int64_t, 9>>;
+using Key = std::tuple<int, int, std::array<bool, 5>, std::array<std::int64_t, 9>>;
 Key key_of(int device, const Matmul& p) {
   return {device,
           static_cast<int>(p.dtype),
-          {p.c_is_f32, p.tf32, p.a_transposed, p.b_transposed},
+          {p.c_is_f32, p.tf32, p.a_transposed, p.b_transposed, p.bias != nullptr},
           {p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.stride_a, p.stride_b, p.stride_c}};
 }
 

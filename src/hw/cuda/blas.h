@@ -9,16 +9,17 @@
 
 namespace rafter::cuda {
 
-/// C = alpha · A · B for `batch` matrices, all row-major: A [m, k] or, transposed, [k, m], B [k, n]
-/// or, transposed, [n, k], C [m, n]. Rows are ld elements apart, matrices `stride` elements (0: the
-/// same one again; not C). bf16 and f16 accumulate in f32 and C is of the dtype or f32; f32 stays
-/// f32 (tf32 by name); e4m3 gives bf16 and int8 gives int32, both with B transposed.
+/// C = alpha · A · B + bias for `batch` matrices, all row-major: A [m, k] or, transposed, [k, m], B
+/// [k, n] or, transposed, [n, k], C [m, n]. Rows are ld elements apart, matrices `stride` elements
+/// (0: the same one again; not C). bf16 and f16 accumulate in f32 and C is of the dtype or f32; f32
+/// stays f32 (tf32 by name); e4m3 gives bf16 and int8 gives int32, both with B transposed.
 struct Matmul {
   DType dtype = DType::bf16;
   bool c_is_f32 = false;
   bool tf32 = false;  // f32 operands rounded to tf32
   bool a_transposed = false;
   bool b_transposed = false;
+  const void* bias = nullptr;  // [n] of C's dtype, added to each row; null: none
   float alpha = 1;
   std::int64_t m = 0, n = 0, k = 0, batch = 1;
   std::int64_t lda = 0, ldb = 0, ldc = 0;

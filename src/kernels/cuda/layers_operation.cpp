@@ -1,0 +1,194 @@
+// The operations of layers.h on CUDA: the host side of inst/layers.cu and inst/vector_rows.cu, and
+// products by cuBLASLt.
+#include <fmt/format.h>
+
+#include <array>
+#include <span>
+
+#include "dispatch/operation_entry.h"
+#include "hw/cuda/blas.h"
+#include "hw/cuda/launch.h"
+#include "kernels/cuda/layers.h"
+
+namespace rafter {
+namespace {
+
+/// run(stream) on the call's device; nothing where there is nothing to do.
+template <typename Run>
+Status on_device(const LayerPlace& place, std::int64_t elements, Run run) {
+  if (elements == 0) {
+    return Status::ok();
+  }
+  const cuda::DeviceScope device(place.device_index);
+  return device.status() ? run(place.stream.handle) : device.status();
+}
+
+/// Rows that are counted in 31 bits, elements of a row and heads too.
+Result<cuda::RowCount> count_of(const TensorView& t) {
+  constexpr std::int64_t kMost = (std::int64_t{1} << 31) - 1;
+  const std::int64_t rows = t.batch * t.seqlen * t.heads;
+  if (rows > kMost || t.head_dim > kMost) {
+    return Status::unsupported("rows", fmt::format("{} of {}", rows, t.head_dim),
+                               "fewer than 2^31 of fewer than 2^31");
+  }
+  return cuda::RowCount{rows, static_cast<int>(t.seqlen), static_cast<int>(t.heads),
+                        static_cast<int>(t.head_dim)};
+}
+
+Status rmsnorm(const RmsNormCall& call) {
+  const Result<cuda::RowCount> count = count_of(call.in.x);
+  if (!count) {
+    return count.status();
+  }
+  if (call.in.x.head_dim > cuda::kMostNormElements) {
+    return Status::unsupported("x.head_dim", fmt::format("{}", call.in.x.head_dim),
+                               fmt::format("up to {} are held", cuda::kMostNormElements));
+  }
+  return on_device(call.place, call.in.x.elements(), [&](void* stream) {
+    return cuda::launch_rmsnorm(
+        {.count = *count,
+         .x = cuda::rows_of(call.in.x),
+         .residual = cuda::rows_of(call.in.residual),
+         .y = cuda::rows_of(call.out.y),
+         .sum = cuda::rows_of(call.out.sum),
+         .weight = call.in.weight.data,
+         .weight_in_vectors = reinterpret_cast<std::uintptr_t>(call.in.weight.data) % 16 == 0,
+         .eps = call.in.eps},
+        stream);
+  });
+}
+
+Status pointwise(const PointwiseCall& call) {
+  const Result<cuda::RowCount> count = count_of(call.a);
+  return !count ? count.status() : on_device(call.place, call.a.elements(), [&](void* stream) {
+    cuda::PointwiseParams params;
+    params.count = *count;
+    params.a = cuda::rows_of(call.a);
+    params.b = cuda::rows_of(call.b);
+    params.out = cuda::rows_of(call.out);
+    params.function = static_cast<int>(call.function);
+    return cuda::launch_pointwise(params, stream);
+  });
+}
+
+Status rope(const RopeCall& call) {
+  const Result<cuda::RowCount> count = count_of(call.x);
+  return !count ? count.status() : on_device(call.place, call.x.elements(), [&](void* stream) {
+    cuda::RopeParams params;
+    params.count = *count;
+    params.x = cuda::rows_of(call.x);
+    params.out = cuda::rows_of(call.out);
+    params.positions = cuda::device_indices(call.positions);
+    params.cos = call.rope.cos;
+    params.sin = call.rope.sin;
+    params.max_position = call.rope.max_position;
+    params.rotary_dim = static_cast<int>(call.rope.rotary_dim);
+    params.interleaved = call.rope.pairs == Rope::Pairs::interleaved;
+    return cuda::launch_rope(params, stream);
+  });
+}
+
+Status gather(const GatherCall& call) {
+  const Result<cuda::RowCount> count = count_of(call.out);
+  return !count ? count.status() : on_device(call.place, call.out.elements(), [&](void* stream) {
+    cuda::GatherParams params;
+    params.table = cuda::rows_of(call.table);
+    params.out = cuda::rows_of(call.out);
+    params.rows = cuda::device_indices(call.rows);
+    params.table_rows = call.table.seqlen;
+    params.count = call.rows.size;
+    params.size = count->size;
+    return cuda::launch_gather(params, stream);
+  });
+}
+
+const char* linear_kernel(std::int64_t rows, DType dtype) {
+  return rows <= cuda::kMostVectorRows && dtype != DType::f32 ? "vector_rows" : "cublaslt";
+}
+
+/// Loads of 16 bytes; sizes and strides are multiples of eight elements.
+Status check_addresses(const LinearCall& call) {
+  const std::pair<const char*, const void*> addresses[] = {{"x", call.in.x.data},
+                                                           {"weight", call.in.weight.data},
+                                                           {"bias", call.in.bias.data},
+                                                           {"out", call.out.data},
+                                                           {"workspace", call.workspace.data}};
+  for (const auto& [name, address] : addresses) {
+    if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0) {
+      return Status::invalid_argument(name, "an address that is not a multiple of 16",
+                                      "addresses aligned to 16 bytes");
+    }
+  }
+  return Status::ok();
+}
+
+Status linear(const LinearCall& call) {
+  const TensorView& x = call.in.x;
+  const std::int64_t n = call.in.weight.seqlen;
+  if (Status s = check_addresses(call); !s) {
+    return s;
+  }
+  return on_device(call.place, x.elements() * n, [&](void* stream) {
+    if (x.seqlen <= cuda::kMostVectorRows && x.dtype != DType::f32) {
+      return cuda::launch_vector_rows({.x = x.data,
+                                       .weight = call.in.weight.data,
+                                       .bias = call.in.bias.data,
+                                       .y = call.out.data,
+                                       .x_stride = x.stride_seqlen,
+                                       .y_stride = call.out.stride_seqlen,
+                                       .n = n,
+                                       .m = static_cast<int>(x.seqlen),
+                                       .k = static_cast<int>(x.head_dim),
+                                       .dtype = x.dtype,
+                                       .y_is_f32 = call.out.dtype == DType::f32},
+                                      stream);
+    }
+    return cuda::matmul({.dtype = x.dtype,
+                         .c_is_f32 = call.out.dtype == DType::f32,
+                         .b_transposed = true,
+                         .bias = call.in.bias.data,
+                         .m = x.seqlen,
+                         .n = n,
+                         .k = x.head_dim,
+                         .lda = x.stride_seqlen,
+                         .ldb = x.head_dim,
+                         .ldc = call.out.stride_seqlen},
+                        x.data, call.in.weight.data, call.out.data, call.workspace.data, stream);
+  });
+}
+
+Status fill_uniform(const FillUniformCall& call) {
+  return on_device(call.place, call.out.elements(), [&](void* stream) {
+    return cuda::launch_fill_uniform(call.out.data, call.out.dtype, call.out.elements(), call.seed,
+                                     call.bound, stream);
+  });
+}
+
+Status advance(const AdvanceCall& call) {
+  return on_device(call.place, call.counts.size, [&](void* stream) {
+    return cuda::launch_advance(call.counts.data, call.counts.size, call.by, stream);
+  });
+}
+
+std::string why_no_linear(DType) { return cuda::why_no_cublaslt(); }
+
+constexpr LayerOperations kLayers = {.rmsnorm = rmsnorm,
+                                     .pointwise = pointwise,
+                                     .rope = rope,
+                                     .gather = gather,
+                                     .linear = linear,
+                                     .fill_uniform = fill_uniform,
+                                     .advance = advance,
+                                     .linear_workspace_bytes = cuda::kMatmulWorkspaceBytes,
+                                     .linear_kernel = linear_kernel,
+                                     .why_no_linear = why_no_linear};
+
+}  // namespace
+
+std::span<const OperationEntry> operations_layers_cuda() {
+  static const std::array<OperationEntry, 1> kEntries = {OperationEntry{
+      .device = Device::Kind::cuda, .why_not = cuda::why_not_sm90, .layers = &kLayers}};
+  return kEntries;
+}
+
+}  // namespace rafter
