@@ -100,5 +100,6 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
 void add_bench_recompute(CLI::App& bench, Context& context);
 void add_bench_decode(CLI::App& bench, Context& context);
 void add_bench_append(CLI::App& bench, Context& context);
+void add_bench_model(CLI::App& bench, Context& context);
 
 }  // namespace rafter::cli

@@ -153,22 +153,15 @@ void add_bench(CLI::App& app, Context& context) {
                           {"rafter bench recompute", "the backward: scores stored or recomputed"},
                           {"rafter bench decode", "one token against a cache"},
                           {"rafter bench append", "new rows into a cache"},
-                          {"rafter bench gemm", "the library's matrix product"}}));
+                          {"rafter bench gemm", "the library's matrix product"},
+                          {"rafter bench model", "a whole model, operation by operation"}}));
   add_bench_attention(*bench, Pass::forward, context);
   add_bench_attention(*bench, Pass::backward, context);
   add_bench_recompute(*bench, context);
   add_bench_decode(*bench, context);
   add_bench_append(*bench, context);
   add_bench_gemm(*bench, context);
-  for (const char* verb : {"model"}) {
-    CLI::App* command = bench->add_subcommand(verb, "not in this build yet");
-    command->group("");  // refused by name, not offered by --help
-    command->allow_extras();
-    command->callback([verb] {
-      fail(Exit::bad_input, fmt::format("bench {}", verb),
-           "not in this build yet; attention, backward, recompute, decode, append, gemm allowed");
-    });
-  }
+  add_bench_model(*bench, context);
 }
 
 }  // namespace rafter::cli

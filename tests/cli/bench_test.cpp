@@ -249,10 +249,6 @@ TEST(BenchCommand, GemmRowsCountTwoMnk) {
 }
 
 TEST(BenchCommand, RefusesByName) {
-  for (const char* verb : {"model"}) {
-    expect_refused({"bench", verb}, {verb, "attention"});
-    expect_refused({"bench", verb, "--seqlen", "512"}, {verb, "attention"});
-  }
   expect_refused({"bench", "attention", "--seqlen", "0"}, {"--seqlen"});
   expect_refused({"bench", "attention", "--seqlen", ""}, {"--seqlen"});
   expect_refused({"bench", "attention", "--head-dim", "257"}, {"--head-dim"});

@@ -1,0 +1,137 @@
+// rafter bench model: steps and their operations, the logits of a folder's model.
+#include <gmock/gmock.h>
+
+#include <cstring>
+#include <fstream>
+#include <set>
+
+#include "cli/arrays.h"
+#include "cli/run_tool.h"
+
+namespace rafter::test {
+namespace {
+
+const char* const kTiny = R"({"model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+  "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+  "rms_norm_eps": 1e-5, "torch_dtype": "float32"})";
+
+nlohmann::ordered_json figure(double value, const char* unit) {
+  return {{"value", value}, {"unit", unit}, {"kind", "assumed"}, {"source", "a test"}};
+}
+
+/// A folder with a device file and a config.json.
+struct Scene {
+  Scene() {
+    const nlohmann::ordered_json spec = {{"name", "test-cpu"},
+                                         {"title", "A CPU on paper"},
+                                         {"kind", "cpu"},
+                                         {"figures",
+                                          {{"peak_f32_flop_per_s", figure(1e11, "FLOP/s")},
+                                           {"bandwidth_bytes_per_s", figure(1e10, "B/s")}}}};
+    std::ofstream(folder / "cpu.json") << spec.dump();
+    std::ofstream(folder / "config.json") << kTiny;
+  }
+  std::vector<std::string> bench(std::vector<std::string> more) const {
+    std::vector<std::string> all = {
+        "bench",  "model", "--model", folder / "config.json", "--device", folder / "cpu.json",
+        "--time", "0.001"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  TemporaryFolder folder;
+};
+
+/// One thread: nothing here is large enough for two.
+const ToolOptions kOneThread = {.environment = {{"OMP_NUM_THREADS", "1"}}};
+
+double sum_of(const nlohmann::ordered_json& rows, const char* key, bool steps) {
+  double sum = 0;
+  for (const auto& row : rows) {
+    sum += (row.at("case").at("operation") == "step") == steps ? row.at(key).get<double>() : 0;
+  }
+  return sum;
+}
+
+TEST(BenchModel, AStepIsTheSumOfItsOperations) {
+  const Scene scene;
+  for (const char* phase : {"prefill", "decode"}) {
+    const auto rows = run_json(scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2"}))
+                          .at("benchmarks");
+    for (const char* key : {"flops", "bytes", "launches"}) {
+      EXPECT_NEAR(sum_of(rows, key, true), sum_of(rows, key, false), 1e-6) << key;
+      EXPECT_GT(sum_of(rows, key, true), 0) << key;
+    }
+    std::set<std::string> names;
+    for (const auto& row : rows) {
+      names.insert(row.at("case").at("operation"));
+      EXPECT_GT(row.at("time_s").get<double>(), 0);
+      EXPECT_GT(row.at("predicted_time_s").get<double>(), 0);
+    }
+    EXPECT_THAT(names, ::testing::IsSupersetOf({"step", "qkv", "attention", "rope_append",
+                                                "add_rmsnorm", "swiglu", "lm_head"}));
+    EXPECT_EQ(names.contains("advance"), std::string(phase) == "decode");
+  }
+}
+
+TEST(BenchModel, UnfusedIsMoreLaunches) {
+  const Scene scene;
+  const auto rows = run_json(scene.bench({"--phase", "decode", "--seqlen", "8", "--fuse", "0,1",
+                                          "--operations", "false"}),
+                             kOneThread)
+                        .at("benchmarks");
+  ASSERT_EQ(rows.size(), 2U);
+  // SiLU, RoPE and the add apart: two of them and two adds in each of three layers; the first norm
+  // of all has no add.
+  EXPECT_EQ(rows.at(0).at("launches").get<int>() - rows.at(1).at("launches").get<int>(), 3 * 4);
+  EXPECT_TRUE(rows.at(0).at("launches_counted").is_null());  // a CPU has none
+}
+
+TEST(BenchModel, LogitsOfAPrefillAreThoseOfDecodingTokenByToken) {
+  const Scene scene;
+  const std::vector<std::int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 49, 0};
+  std::string npy("\x93NUMPY\x01\x00", 8);
+  std::string header = "{'descr': '<i4', 'fortran_order': False, 'shape': (2, 5), }";
+  header.resize(118 - 1, ' ');
+  header += '\n';
+  npy += static_cast<char>(header.size());
+  npy += '\0';
+  npy += header + std::string(reinterpret_cast<const char*>(tokens.data()), 4 * tokens.size());
+  std::ofstream(scene.folder / "tokens.npy", std::ios::binary) << npy;
+  const auto logits = [&](const char* prompt) {
+    const std::string path = scene.folder / "logits.npy";
+    const auto document =
+        run_json({"bench", "model", "--model", scene.folder / "config.json", "--tokens",
+                  scene.folder / "tokens.npy", "--logits", path, "--prompt", prompt},
+                 kOneThread);
+    EXPECT_EQ(document.at("tokens"), 5);
+    std::ifstream file(path, std::ios::binary);
+    const std::string bytes((std::istreambuf_iterator<char>(file)), {});
+    EXPECT_NE(bytes.find("(2, 5, 50)"), std::string::npos);
+    std::vector<float> values(2 * 5 * 50);
+    EXPECT_GE(bytes.size(), values.size() * 4);
+    std::memcpy(values.data(), bytes.data() + bytes.size() - values.size() * 4, values.size() * 4);
+    return values;
+  };
+  const std::vector<float> at_once = logits("5"), one_by_one = logits("1");
+  for (std::size_t i = 0; i < at_once.size(); ++i) {
+    ASSERT_NEAR(at_once[i], one_by_one[i], 1e-4) << i;
+  }
+}
+
+TEST(BenchModel, RefusesByName) {
+  const Scene scene;
+  expect_refused({"bench", "model", "--model", "gpt-5"}, {"--model", "gpt-5", "reference-60m"});
+  expect_refused({"bench", "model", "--model", "/nowhere/config.json"}, {"/nowhere/config.json"});
+  expect_refused({"bench", "model", "--phase", "train"}, {"--phase", "train", "prefill"});
+  expect_refused({"bench", "model", "--seqlen", "0"}, {"--seqlen"});
+  expect_refused({"bench", "model", "--threads", "2"}, {"--threads"});
+  expect_refused({"bench", "model", "--dtype", "int8"}, {"--dtype"});
+  expect_refused({"bench", "model", "--tokens", "t.npy"}, {"--tokens", "--logits"});
+  expect_refused({"bench", "model", "--prompt", "3"}, {"--prompt", "--tokens"});
+  std::ofstream(scene.folder / "moe.json")
+      << std::string(kTiny).insert(1, "\"num_local_experts\": 8, ");
+  expect_refused({"bench", "model", "--model", scene.folder / "moe.json"}, {"num_local_experts"});
+}
+
+}  // namespace
+}  // namespace rafter::test
