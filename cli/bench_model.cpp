@@ -42,22 +42,25 @@ bool is_path(const std::string& name) {
   return name.find('/') != std::string::npos || name.ends_with(".json");
 }
 
+TransformerConfig config_of(const std::string& name) {
+  Result<TransformerConfig> config =
+      is_path(name) ? load_transformer(name) : find_transformer(name);
+  if (!config) {
+    fail_about("--model", name, is_path(name), config.status());
+  }
+  return *std::move(config);
+}
+
 /// Weights of a folder, or random ones of a built-in model or of a config.json.
 Transformer model_of(const ModelAxes& axes, const Device& device, DType dtype) {
   const std::string name = !axes.model.empty()                 ? axes.model
                            : device.kind == Device::Kind::cuda ? "reference-7b"
                                                                : "reference-60m";
   const bool has_weights = is_path(name) && !name.ends_with(".json");
-  if (has_weights) {
-    return value_or_fail(Transformer::load(name, device, dtype));
-  }
-  const Result<TransformerConfig> config =
-      is_path(name) ? load_transformer(name) : find_transformer(name);
-  if (!config) {
-    fail_about("--model", name, is_path(name), config.status());
-  }
-  return value_or_fail(
-      Transformer::random(*config, static_cast<std::uint64_t>(axes.seed), device, dtype));
+  return value_or_fail(has_weights ? Transformer::load(name, device, dtype)
+                                   : Transformer::random(config_of(name),
+                                                         static_cast<std::uint64_t>(axes.seed),
+                                                         device, dtype));
 }
 
 std::vector<std::int32_t> some_tokens(std::int64_t count, std::int64_t vocab, std::int64_t seed) {
@@ -391,6 +394,9 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
     fail_flag("--threads", std::to_string(common.threads), "0 (a model takes all cores)");
   }
   check_dtypes(common.dtypes);
+  if (!axes.model.empty()) {
+    (void)config_of(axes.model);  // refused before anything is measured
+  }
   if (!axes.tokens.empty()) {
     write_logits(axes, common, context);
     return;
