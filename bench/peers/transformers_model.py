@@ -76,14 +76,18 @@ def check_logits(tool):
             if parameter.dim() == 1:
                 is_norm = "norm" in parameter_name
                 torch.nn.init.uniform_(parameter, 0.5 if is_norm else -0.5, 1.5 if is_norm else 0.5)
-        model.to(torch.bfloat16).to(torch.float32)  # weights that every dtype holds exactly
+        for parameter in model.parameters():  # weights that every dtype holds exactly
+            parameter.data = parameter.data.bfloat16().float()
         tokens = torch.randint(0, 1024, (2, 96), generator=torch.Generator().manual_seed(1))
         with tempfile.TemporaryDirectory() as place, torch.no_grad():
             folder = pathlib.Path(place)
             model.save_pretrained(folder, max_shard_size="8MB")  # in shards
             exact = model.double()(tokens).logits
             single = distance(model.float()(tokens).logits, exact)
-            peer = model.to("cuda", torch.bfloat16)(tokens.cuda()).logits.cpu()
+            half_model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16
+            )  # not model.to(): that rounds the angles of RoPE as well
+            peer = half_model.cuda().eval()(tokens.cuda()).logits.cpu()
             ours = distance(rafter_logits(tool, folder, tokens, "cpu", "f32"), exact)
             half = distance(rafter_logits(tool, folder, tokens, "cuda", "bf16"), exact)
         theirs = distance(peer, exact)
