@@ -53,7 +53,7 @@ struct Acceptance {
 struct Reach {
   double compute = 1;        // of the matmul peak of the dtype, all cores
   double bandwidth = 1;      // of the main-memory bandwidth
-  double fixed_seconds = 0;  // per run, whatever the size
+  double fixed_seconds = 0;  // per run, whatever the size; a GPU's launches included
 };
 
 struct KernelEntry {

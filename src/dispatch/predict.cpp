@@ -44,7 +44,11 @@ double Predictor::seconds(const KernelEntry& entry) {
   const Reach reach = entry.reach(problem_, spec_);
   const double compute = work.flops / (peak_ * reach.compute);
   const double traffic = work.bytes / (bandwidth_ * reach.bandwidth);
-  return std::max({compute, traffic, work.dispatch_seconds}) + reach.fixed_seconds;
+  // A GPU's launches are in what its kernel was measured to take whatever the size: counted again,
+  // they would hide the work of all that is short, and a merge that is no launch would have one.
+  const bool measured = spec_.kind == Device::Kind::cuda && reach.fixed_seconds > 0;
+  const double dispatch = measured ? 0 : work.dispatch_seconds;
+  return std::max({compute, traffic, dispatch}) + reach.fixed_seconds;
 }
 
 }  // namespace rafter::dispatch
