@@ -100,9 +100,9 @@ TEST_P(LayersCuda, RmsNormGivesWhatTheCpuDoes) {
       residual.expect_same(1 + (dtype == DType::f32 ? 16 : 0), "in place");
     }
   }
-  const Twin wide(dtype, 1, 16385, 0, 1);
+  const Twin wide(dtype, 1, 16385, 0, 1), weight(dtype, 1, 16385, 0, 2);
   EXPECT_EQ(
-      rmsnorm({.x = wide.device(), .weight = wide.device()}, {.y = wide.device()}, Device::cuda())
+      rmsnorm({.x = wide.device(), .weight = weight.device()}, {.y = wide.device()}, Device::cuda())
           .parameter(),
       "x.head_dim");
 }
@@ -204,8 +204,8 @@ TEST_P(LayersCuda, LinearIsTheProductWithTheTransposedWeight) {
         }
         SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
                      ", kind " + std::to_string(kind));
-        // Sums in f32 of k products whose magnitudes are 1 in the mean, then one rounding.
-        out.expect_same(1, "linear", k * 0x1p-22);
+        // Sums of magnitude √k, which tensor cores cut to 24 bits every 16 products.
+        out.expect_same(1, "linear", k * 0x1p-20);
       }
     }
   }
