@@ -20,7 +20,7 @@ struct Sm90BackwardRow {
   // registers; or all keys, half of the queries of S, half of the head_dim of dK and dV, and P and
   // dS in shared memory.
   bool splits_head_dim = false;
-  bool scores_ahead = false;  // the next tile's S is issued before this one's products are done
+  int dq_buffers = 1;  // of a warpgroup, a part each; as many warps add them
 
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int threads() { return 128 * (kWarpgroups + 1); }
@@ -43,8 +43,7 @@ struct Sm90BackwardRow {
   static constexpr int kControlBytes = 512;
   constexpr int shared_bytes() const {
     return 2 * kv_bytes() + (q_stages + d_o_stages) * (q_bytes() + row_bytes()) +
-           score_buffers() * score_bytes() + kWarpgroups * kPartBytes + kControlBytes +
-           kSwizzleGroupBytes;  // slack: dynamic shared memory is aligned to 16 bytes only
+           score_buffers() * score_bytes() + kWarpgroups * dq_buffers * kPartBytes + kControlBytes;
   }
   /// dK and dV of a consumer thread, and what of S, P, dP, dS and dQ lives with them.
   constexpr int fragment_registers() const {
@@ -53,8 +52,7 @@ struct Sm90BackwardRow {
     }
     const int scores = tile_q / 2;
     const int gradients = scores + scores / 2 + scores / 2;  // dP, packed P, packed dS
-    const int products =
-        scores / 2 + 32 + (scores_ahead ? scores : 0);  // packed dS, dQ, the next S
+    const int products = 32 + scores;                        // dQ, the next S
     return head_dim + (gradients > products ? gradients : products);
   }
 
@@ -79,14 +77,15 @@ inline constexpr Sm90BackwardRow kSm90BackwardRows[] = {
      .d_o_stages = 2,
      .producer_registers = 40,
      .consumer_registers = 232,
-     .scores_ahead = true},
+     .dq_buffers = 2},
     {.head_dim = 128,
      .tile_q = 64,
      .tile_kv = 128,
      .q_stages = 2,
      .d_o_stages = 2,
      .producer_registers = 40,
-     .consumer_registers = 232},
+     .consumer_registers = 232,
+     .dq_buffers = 2},
     {.head_dim = 256,
      .tile_q = 64,
      .tile_kv = 64,

@@ -28,6 +28,9 @@ using tiles::Sm90BackwardRow;
 
 // Q, dO and the sums of dQ of the heads in flight; the L2 of an H200 has 50 MiB.
 constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20;
+// KV heads in flight at least: where blocks of keys are equally long, and under a mask, by row.
+constexpr std::array<std::array<std::int64_t, 2>, kSm90BackwardRowCount> kLeastHeads = {
+    {{32, 32}, {16, 32}, {1, 16}}};
 
 using LaunchFunction = Status (*)(const cuda::BackwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90BackwardRowCount>, 2> kLaunch = {{
@@ -193,12 +196,16 @@ class Call {
     params_.slots = slots_of(p_);
   }
 
-  /// KV heads in flight together: those whose queries the cache holds.
+  /// KV heads in flight together: those whose queries the cache holds, and more where few are.
+  /// Blocks of a head wait for one another's dQ, so few of one head at a time is better; they walk
+  /// the same queries a tile or two apart, so that the cache needs little of each head.
   std::int64_t section() const {
     const std::int64_t group = p_.heads_q / p_.heads_kv;
     const std::int64_t heads = is_packed(p_) ? p_.heads_kv : p_.batch * p_.heads_kv;
     const std::int64_t bytes = p_.seqlen_q * group * (p_.head_dim * 6 + p_.head_dim_v * 2);
-    return tiles::heads_in_cache(heads, 1, bytes, kCacheBytes);
+    const std::int64_t least =
+        kLeastHeads[static_cast<std::size_t>(row_)][p_.mask.is_none() ? 0 : 1];
+    return std::min(heads, std::max(least, tiles::heads_in_cache(heads, 1, bytes, kCacheBytes)));
   }
 
   Status set_tensors() {

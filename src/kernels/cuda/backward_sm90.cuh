@@ -6,145 +6,30 @@
 // all query heads of the group, from the last to the first:
 //   Sᵀ = K Qᵀ | dPᵀ = V dOᵀ | P = exp2(S − lse), dS = P ∘ (dP − delta) | dV += Pᵀ dO | dK += dSᵀ Q
 //   | dQ = dS K
-//   warpgroup 0, warp 0   producer: draws the items; TMA for K, V, then Q and lse, dO and delta
-//   warpgroup 0, warp 1   adds dQ of a tile to its sums in memory by the copy engine, in turn:
-//   after
-//                         the item of the keys before, which was drawn before, so that no item
-//                         waits for one that has not begun
-//   warpgroups 1, 2       consumers; dK and dV in registers
+//   warpgroup 0, warp 0       producer: draws the items; TMA for K, V, then Q and lse, dO and delta
+//   warpgroup 0, warps 1 (2)  add dQ of a tile to its sums in memory by the copy engine, in turn:
+//                             after the item of the keys before, which was drawn before, so that no
+//                             item waits for one that has not begun
+//   warpgroups 1, 2           consumers; dK and dV in registers
 // Barriers, in shared memory: k_full, v_full, q_full[stage], d_o_full[stage] producer → consumers
-// (bytes); kv_empty, q_empty, d_o_empty back; dq_full[warpgroup] consumers → warp 1, dq_empty back.
+// (bytes); kv_empty, q_empty, d_o_empty back; ds_full[step % 2] among the consumers;
+// dq_full[warpgroup, buffer] consumers → the warp that adds, dq_empty back.
 // Named barriers: 1 all consumers, 2 and 3 one warpgroup.
 #pragma once
 
-#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "hw/cuda/barrier.cuh"
 #include "hw/cuda/tma.cuh"
 #include "hw/cuda/wgmma.cuh"
 #include "kernels/cuda/backward_sm90.h"
+#include "kernels/cuda/backward_sm90_copies.cuh"
 #include "kernels/cuda/foreign_rows.cuh"
 #include "kernels/cuda/scores.cuh"
 #include "tiles/sm90_descriptor.h"
-#include "tiles/tile_order.h"
 
 namespace rafter::cuda {
-
-/// tile_kv keys of a KV head, as the producer tells the others.
-struct BackwardItem {
-  int batch = -1;  // −1: no more items
-  int head = 0;    // of K and V
-  int first_key = 0;
-  int seqlen_q = 0, seqlen_kv = 0;
-  int row_q = 0, row_kv = 0;  // first row of the sequence in its tensors (packed), else 0
-  int slot = 0;               // of the sequence's first query tile
-};
-
-// Shared memory by address.
-__device__ inline int4 load_int4(std::uint32_t address) {
-  int4 x;
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-__device__ inline void store_int4(std::uint32_t address, int4 x) {
-  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
-}
-__device__ inline float2 load_float2(std::uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
-template <int kQStages, int kDoStages>
-struct BackwardControl {
-  std::uint64_t k_full, v_full, kv_empty;
-  std::uint64_t q_full[kQStages], q_empty[kQStages];
-  std::uint64_t d_o_full[kDoStages], d_o_empty[kDoStages];
-  std::uint64_t dq_full[2], dq_empty[2];
-  alignas(16) int walk[2][4];         // of a warpgroup
-  alignas(16) BackwardItem items[2];  // alternating: one is read while the next is written
-};
-
-/// Turns item numbers into items. Whole warp; numbers must grow from call to call. Items of the
-/// heads of a section alternate; those of a head come in ascending order of keys.
-template <int kTileQ, int kTileKv>
-struct ItemFinder {
-  int items_before = 0;  // packed: of the sequences before first_batch
-  int first_batch = 0;
-
-  __device__ BackwardItem find(const BackwardParams& params, int number) {
-    return params.problem.cu_seqlens_q.data == nullptr ? dense(params, number)
-                                                       : packed(params, number);
-  }
-
- private:
-  __device__ static int blocks_of(int length) { return (length + kTileKv - 1) / kTileKv; }
-
-  __device__ static int heads_kv(const ScoreProblem& p) {
-    return static_cast<int>(p.heads_q / p.group);
-  }
-
-  __device__ static BackwardItem item_of(const BackwardParams& params, int batch, int head,
-                                         int block) {
-    const ScoreSequence s = sequence_of(params.problem, batch);
-    const bool packed = params.problem.cu_seqlens_q.data != nullptr;
-    return {batch,
-            head,
-            block * kTileKv,
-            s.seqlen_q,
-            s.seqlen_kv,
-            static_cast<int>(s.row_q),
-            static_cast<int>(s.row_kv),
-            static_cast<int>(
-                tiles::first_slot(packed, batch, s.row_q, params.problem.seqlen_q, kTileQ))};
-  }
-
-  __device__ static BackwardItem dense(const BackwardParams& params, int number) {
-    const ScoreProblem& p = params.problem;
-    const tiles::TileOrder order{static_cast<int>(p.batch) * heads_kv(p), blocks_of(p.seqlen_kv),
-                                 params.section};
-    if (number >= order.tiles()) {
-      return {};
-    }
-    const tiles::QueryTile place = order.at(number);
-    const int batch = place.head / heads_kv(p);
-    return item_of(params, batch, place.head - batch * heads_kv(p), order.blocks - 1 - place.block);
-  }
-
-  __device__ BackwardItem packed(const BackwardParams& params, int number) {
-    const ScoreProblem& p = params.problem;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    for (; first_batch < p.batch; first_batch += 32) {
-      const int b = first_batch + lane;
-      const int length = b < p.batch ? sequence_of(p, b).seqlen_kv : 0;
-      const int items = blocks_of(length) * heads_kv(p);
-      int sum = items;  // inclusive scan over the lanes
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        sum += lane >= step ? other : 0;
-      }
-      const unsigned behind = __ballot_sync(~0u, number < items_before + sum);
-      if (behind == 0) {
-        items_before += __shfl_sync(~0u, sum, 31);
-        continue;
-      }
-      const int owner = __ffs(static_cast<int>(behind)) - 1;
-      const int heads = heads_kv(p);
-      const tiles::TileOrder order{heads, blocks_of(__shfl_sync(~0u, length, owner)),
-                                   min(params.section, heads)};
-      const tiles::QueryTile place =
-          order.at(number - items_before - __shfl_sync(~0u, sum - items, owner));
-      return item_of(params, first_batch + owner, place.head, order.blocks - 1 - place.block);
-    }
-    return {};
-  }
-};
 
 /// kSoftcap: scores go through softcap · tanh(score / softcap).
 template <DType kDType, int kRow, bool kSoftcap>
@@ -160,275 +45,12 @@ struct Backward {
   static constexpr int kScores = kQueries / 2, kSums = kColumns / 2;  // accumulators of a thread
   static constexpr int kPartsOfWarpgroup = kShape.parts_of_warpgroup();
   static constexpr int kDq = kPartsOfWarpgroup * 32;
-  using Control = BackwardControl<kQStages, kDoStages>;
-  static_assert(sizeof(Control) <= tiles::Sm90BackwardRow::kControlBytes);
+  static constexpr int kDqBuffers = kShape.dq_buffers;
+  using Shared = BackwardShared<kRow>;
 
-  /// Shared memory: addresses are sums of one register and constants.
-  struct Shared {
-    std::uint32_t base;
-    static constexpr std::uint32_t kV = kShape.kv_bytes(), kQ = 2 * kV;
-    static constexpr std::uint32_t kDO = kQ + kQStages * kShape.q_bytes();
-    static constexpr std::uint32_t kScoreTiles = kDO + kDoStages * kShape.q_bytes();
-    static constexpr std::uint32_t kDqParts =
-        kScoreTiles + kShape.score_buffers() * kShape.score_bytes();
-    static constexpr std::uint32_t kRows = kDqParts + 2 * kShape.kPartBytes;
-    static constexpr std::uint32_t kControl = kRows + (kQStages + kDoStages) * kShape.row_bytes();
-
-    __device__ std::uint32_t k() const { return base; }
-    __device__ std::uint32_t v() const { return base + kV; }
-    __device__ std::uint32_t q(std::uint32_t n) const {
-      return base + kQ + n % kQStages * kShape.q_bytes();
-    }
-    __device__ std::uint32_t d_o(std::uint32_t n) const {
-      return base + kDO + n % kDoStages * kShape.q_bytes();
-    }
-    /// lse of a step's queries, with Q; delta, with dO.
-    __device__ std::uint32_t lse(std::uint32_t n) const {
-      return base + kRows + n % kQStages * kShape.row_bytes();
-    }
-    __device__ std::uint32_t delta(std::uint32_t n) const {
-      return base + kRows + (kQStages + n % kDoStages) * kShape.row_bytes();
-    }
-    /// dS of a step, kept for the next one; and P.
-    __device__ std::uint32_t ds(std::uint32_t n) const {
-      return base + kScoreTiles + n % 2 * kShape.score_bytes();
-    }
-    __device__ std::uint32_t p(std::uint32_t n) const {
-      return base + kScoreTiles + (2 + n % 2) * kShape.score_bytes();
-    }
-    __device__ std::uint32_t dq(int w) const { return base + kDqParts + w * kShape.kPartBytes; }
-
-    // Barriers.
-    __device__ std::uint32_t k_full() const { return base + kControl + offsetof(Control, k_full); }
-    __device__ std::uint32_t v_full() const { return base + kControl + offsetof(Control, v_full); }
-    __device__ std::uint32_t kv_empty() const {
-      return base + kControl + offsetof(Control, kv_empty);
-    }
-    __device__ std::uint32_t q_full(std::uint32_t n) const {
-      return base + kControl + offsetof(Control, q_full) + n % kQStages * 8;
-    }
-    __device__ std::uint32_t q_empty(std::uint32_t n) const {
-      return base + kControl + offsetof(Control, q_empty) + n % kQStages * 8;
-    }
-    __device__ std::uint32_t d_o_full(std::uint32_t n) const {
-      return base + kControl + offsetof(Control, d_o_full) + n % kDoStages * 8;
-    }
-    __device__ std::uint32_t d_o_empty(std::uint32_t n) const {
-      return base + kControl + offsetof(Control, d_o_empty) + n % kDoStages * 8;
-    }
-    __device__ std::uint32_t dq_full(int w) const {
-      return base + kControl + offsetof(Control, dq_full) + w * 8;
-    }
-    __device__ std::uint32_t dq_empty(int w) const {
-      return base + kControl + offsetof(Control, dq_empty) + w * 8;
-    }
-
-    __device__ std::uint32_t walk(int w) const {
-      return base + kControl + offsetof(Control, walk) + w * 16;
-    }
-    __device__ std::uint32_t item_address(std::uint32_t parity) const {
-      return base + kControl + offsetof(Control, items) + parity * sizeof(BackwardItem);
-    }
-    __device__ BackwardItem item(std::uint32_t parity) const {
-      const int4 a = load_int4(item_address(parity)), b = load_int4(item_address(parity) + 16);
-      return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    }
-    __device__ void set_item(std::uint32_t parity, const BackwardItem& item) const {
-      store_int4(item_address(parity), {item.batch, item.head, item.first_key, item.seqlen_q});
-      store_int4(item_address(parity) + 16, {item.seqlen_kv, item.row_q, item.row_kv, item.slot});
-    }
-  };
-  static_assert(sizeof(BackwardItem) == 32);
-
-  __device__ static Shared carve(unsigned char* raw) {
-    constexpr std::uint32_t kAlign = tiles::kSwizzleGroupBytes;
-    return {(shared_address(raw) + kAlign - 1) / kAlign * kAlign};
-  }
-
-  __device__ static void init_barriers(const Shared& shared) {
-    constexpr int kWarps = 8;  // of consumers
-    barrier_init(shared.k_full(), 1);
-    barrier_init(shared.v_full(), 1);
-    barrier_init(shared.kv_empty(), kWarps + 1);
-    for (std::uint32_t i = 0; i < kQStages; ++i) {
-      barrier_init(shared.q_full(i), 1);
-      barrier_init(shared.q_empty(i), kWarps);
-    }
-    for (std::uint32_t i = 0; i < kDoStages; ++i) {
-      barrier_init(shared.d_o_full(i), 1);
-      barrier_init(shared.d_o_empty(i), kWarps);
-    }
-    for (int w = 0; w < 2; ++w) {
-      barrier_init(shared.dq_full(w), kWarps / 2);
-      barrier_init(shared.dq_empty(w), 1);
-    }
-    barrier_init_fence();
-  }
-
-  __device__ static ScoreMask mask_of_item(const BackwardParams& params, const BackwardItem& item) {
-    return {params.problem.window_left, params.problem.window_right,
-            params.problem.top_left ? 0 : item.seqlen_kv - item.seqlen_q, item.seqlen_kv};
-  }
-
-  /// Query tiles that see any of the keys: [x, y).
   __device__ static int2 query_tiles(const BackwardParams& params, const BackwardItem& item) {
-    const int end = min(item.first_key + kTileKv, item.seqlen_kv);
-    const ScoreMask::Range rows =
-        mask_of_item(params, item).transposed(item.seqlen_q).hull(item.first_key, end);
-    if (rows.size() == 0) {
-      return {0, 0};
-    }
-    return {rows.first / kTileQ, (rows.last + kTileQ - 1) / kTileQ};
+    return query_tiles_of<kTileQ, kTileKv>(params, item);
   }
-
-  // ---- producer -------------------------------------------------------------------------------
-
-  __device__ static void load_tile(std::uint32_t destination, const CUtensorMap& map,
-                                   std::uint32_t barrier, int rows, int row, int head, int batch) {
-#pragma unroll
-    for (int box = 0; box < tiles::boxes(kD); ++box) {
-      tma_load(destination + box * tiles::box_bytes(rows), map, barrier, box * tiles::kBoxColumns,
-               row, head, batch);
-    }
-  }
-
-  __device__ static void produce(const BackwardParams& params, const Shared& shared) {
-    const bool leader = threadIdx.x == 0;
-    std::uint32_t n = 0;  // query tiles that went through the rings
-    ItemFinder<kTileQ, kTileKv> finder;
-    for (std::uint32_t parity = 0;; parity ^= 1) {
-      int number = 0;
-      if (leader) {
-        number = static_cast<int>(atomicAdd(params.counter, 1u));
-      }
-      number = __shfl_sync(~0u, number, 0);
-      const BackwardItem item = finder.find(params, number);
-      if (leader) {
-        barrier_wait(shared.kv_empty(), parity ^ 1);
-        shared.set_item(parity, item);
-        load_item(params, shared, item, n);
-      }
-      if (item.batch < 0) {
-        break;
-      }
-      __syncwarp();
-    }
-  }
-
-  __device__ static void load_item(const BackwardParams& params, const Shared& shared,
-                                   const BackwardItem& item, std::uint32_t& n) {
-    const std::uint32_t k_full = shared.k_full(), v_full = shared.v_full();
-    const int2 range = item.batch < 0 ? int2{0, 0} : query_tiles(params, item);
-    if (range.x >= range.y) {
-      barrier_arrive(k_full);
-      barrier_arrive(v_full);
-      return;
-    }
-    const int group = static_cast<int>(params.problem.group);
-    const int heads_q = static_cast<int>(params.problem.heads_q);
-    const int batch = params.problem.cu_seqlens_q.data == nullptr ? item.batch : 0;
-    const int key = item.row_kv + item.first_key;
-    barrier_arrive_expect(k_full, kShape.kv_bytes());
-    load_tile(shared.k(), params.k, k_full, kTileKv, key, item.head * params.k_heads_step,
-              batch * params.k_batch_step);
-    bool first = true;
-#pragma unroll 1
-    for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-#pragma unroll 1
-      for (int tile = range.y - 1; tile >= range.x; --tile, ++n) {
-        const float* const rows =
-            params.rows + (std::int64_t{item.slot + tile} * heads_q + head) * (2 * kTileQ);
-        const int row = item.row_q + tile * kTileQ;
-        const std::uint32_t q_full = shared.q_full(n);
-        barrier_wait(shared.q_empty(n), n / kQStages % 2 ^ 1);
-        barrier_arrive_expect(q_full, kShape.q_bytes() + kShape.row_bytes());
-        load_tile(shared.q(n), params.q, q_full, kTileQ, row, head * params.q_heads_step,
-                  batch * params.q_batch_step);
-        bulk_load(shared.lse(n), rows, kShape.row_bytes(), q_full);
-        if (first) {
-          first = false;
-          barrier_arrive_expect(v_full, kShape.kv_bytes());
-          load_tile(shared.v(), params.v, v_full, kTileKv, key, item.head * params.v_heads_step,
-                    batch * params.v_batch_step);
-        }
-        const std::uint32_t d_o_full = shared.d_o_full(n);
-        barrier_wait(shared.d_o_empty(n), n / kDoStages % 2 ^ 1);
-        barrier_arrive_expect(d_o_full, kShape.q_bytes() + kShape.row_bytes());
-        load_tile(shared.d_o(n), params.d_o, d_o_full, kTileQ, row, head * params.d_o_heads_step,
-                  batch * params.d_o_batch_step);
-        bulk_load(shared.delta(n), rows + kTileQ, kShape.row_bytes(), d_o_full);
-      }
-    }
-  }
-
-  // ---- sums of dQ -----------------------------------------------------------------------------
-
-  /// One thread. The first item that a query tile sees writes its sums, the others add to them, in
-  /// ascending order of keys: the bits do not depend on who comes when.
-  __device__ static void add_dq(const BackwardParams& params, const Shared& shared) {
-    const int group = static_cast<int>(params.problem.group);
-    const int heads_q = static_cast<int>(params.problem.heads_q);
-    std::uint32_t m = 0;  // parts of a warpgroup so far
-    for (std::uint32_t parity = 0;; parity ^= 1) {
-      barrier_wait(shared.k_full(), parity);
-      const BackwardItem item = shared.item(parity);
-      barrier_arrive(shared.kv_empty());
-      if (item.batch < 0) {
-        break;
-      }
-      const int2 range = query_tiles(params, item);
-      const ScoreMask mask = mask_of_item(params, item);
-      const auto turn_of = [&](int tile) {  // items that add to a query tile before this one
-        const int end = min((tile + 1) * kTileQ, item.seqlen_q);
-        return static_cast<unsigned>(item.first_key / kTileKv -
-                                     mask.hull(tile * kTileQ, end).first / kTileKv);
-      };
-      const auto index_of = [&](int head, int tile) {
-        return std::int64_t{item.slot + tile} * heads_q + head;
-      };
-#pragma unroll 1
-      for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-        // Whose turn it is at a tile is read while the copy for the one before completes.
-        unsigned now =
-            range.x < range.y ? load_acquire(params.turns + index_of(head, range.y - 1)) : 0u;
-#pragma unroll 1
-        for (int tile = range.y - 1; tile >= range.x; --tile) {
-          const unsigned turn = turn_of(tile);
-          const std::int64_t index = index_of(head, tile);
-          while (now != turn) {
-            now = load_acquire(params.turns + index);
-          }
-          fence_async();
-          float* const sums = params.dq_sums + index * (kShape.parts() * kShape.kPartFloats);
-#pragma unroll 1
-          for (int part = 0; part < kPartsOfWarpgroup; ++part, ++m) {
-#pragma unroll
-            for (int w = 0; w < 2; ++w) {
-              barrier_wait(shared.dq_full(w), m % 2);
-              float* const to = sums + (w * kPartsOfWarpgroup + part) * kShape.kPartFloats;
-              if (turn == 0) {
-                bulk_store(to, shared.dq(w), kShape.kPartBytes);
-              } else {
-                bulk_add(to, shared.dq(w), kShape.kPartBytes);
-              }
-              tma_commit_stores();
-            }
-            tma_wait_stores_read();
-            barrier_arrive(shared.dq_empty(0));
-            barrier_arrive(shared.dq_empty(1));
-          }
-          if (tile > range.x) {
-            now = load_acquire(params.turns + index_of(head, tile - 1));
-          }
-          tma_wait_stores();
-          fence_async();
-          store_release(params.turns + index, turn + 1);
-        }
-      }
-    }
-  }
-
-  // ---- consumers ------------------------------------------------------------------------------
 
   /// The changing half of a descriptor: address and leading offset, in one lane's name so that
   /// ptxas keeps it in a uniform register.
@@ -650,9 +272,11 @@ struct Backward {
     const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
     const int row = key_shift() + thread / 32 * 16 + lane % 16;
     const int chunk = (kSplitsHeadDim ? kQueries / 8 * warpgroup() : 0) + lane / 16;
+    const std::uint32_t first = buffer + tiles::swizzled_chunk_bytes(kTileKv, row, chunk);
 #pragma unroll
     for (int i = 0; i < kScores / 4; i += 2) {
-      store_matrices(buffer + tiles::swizzled_chunk_bytes(kTileKv, row, chunk + i), p[2 * i],
+      // an even number of chunks on, inside a box: the swizzle is a XOR of address bits
+      store_matrices((first ^ i % 8 * 16) + i / 8 * tiles::box_bytes(kTileKv), p[2 * i],
                      p[2 * i + 1], p[2 * i + 2], p[2 * i + 3]);
     }
   }
@@ -664,23 +288,24 @@ struct Backward {
     }
   }
 
-  /// The warpgroup's parts of dQ of step n to warp 1 of warpgroup 0.
-  __device__ static void hand_over(const Shared& shared, const float (&dq)[kDq], std::uint32_t n) {
+  /// A part of dQ of the warpgroup, the m-th of all, to shared memory.
+  __device__ static void put_dq(const Shared& shared, const float* dq, std::uint32_t m) {
     const int w = warpgroup();
-    const std::uint32_t to = shared.dq(w) + static_cast<std::uint32_t>(threadIdx.x % 128) * 16;
+    const std::uint32_t to = shared.dq(w, m) + static_cast<std::uint32_t>(threadIdx.x % 128) * 16;
+    barrier_wait(shared.dq_empty(w, m), m / kDqBuffers % 2 ^ 1);
 #pragma unroll
-    for (std::uint32_t part = 0; part < kPartsOfWarpgroup; ++part) {
-      barrier_wait(shared.dq_empty(w), (n * kPartsOfWarpgroup + part) % 2 ^ 1);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float* const four = dq + 32 * part + 4 * i;
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 2048), "f"(four[0]),
-                     "f"(four[1]), "f"(four[2]), "f"(four[3])
-                     : "memory");
-      }
-      fence_shared_to_async();
-      release(shared.dq_full(w));
+    for (int i = 0; i < 8; ++i) {
+      const float* const four = dq + 4 * i;
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 2048), "f"(four[0]),
+                   "f"(four[1]), "f"(four[2]), "f"(four[3])
+                   : "memory");
     }
+  }
+  /// And from there to the warp that adds it. The fence waits for the stores: hundreds of clocks
+  /// while products read shared memory.
+  __device__ static void pass_on_dq(const Shared& shared, std::uint32_t m) {
+    fence_shared_to_async();
+    release(shared.dq_full(warpgroup(), m));
   }
 
   /// Packed: rows behind the sequence's last are those of others.
@@ -704,41 +329,37 @@ struct Backward {
     clear_foreign_queries(params, shared, parity, shared.d_o(n), tile);
   }
 
-  /// P and dS in registers. kAhead: the next tile's S is issued under this one's last products.
+  /// P and dS in registers. The next tile's S is issued behind this one's dQ, which leaves under
+  /// it.
   __device__ __forceinline__ static void walk_keys(const BackwardParams& params,
                                                    const Shared& shared, std::uint32_t parity,
                                                    Walk& walk, std::uint32_t& n, float (&dk)[kSums],
                                                    float (&dv)[kSums]) {
-    constexpr bool kAhead = kShape.scores_ahead && !kSoftcap;
+    static_assert(kPartsOfWarpgroup == 1);
     const int w = warpgroup();
-    float s[kScores], dp[kScores], dq[kDq];
-    std::uint32_t p[kScores / 2], ds[kScores / 2];
-    [[maybe_unused]] std::uint32_t slopes[kScores / 2];
+    const std::uint32_t begin = n;
     const auto rows = [&](std::uint32_t tile) { return tile + w * 64 * tiles::kBoxRowBytes; };
+    float s[kScores];
+    await_q(params, shared, parity, n, walk.tile);
+    wgmma_fence();
+    issue_scores(s, rows(shared.k()), shared.q(n));
     const auto step = [&](auto another) {
-      if constexpr (kAhead) {
-        await_d_o(params, shared, parity, n, walk.tile);
-        wgmma_wait<0>();
-        keep_in_place(s);
-        wgmma_fence();
-        issue_scores(dp, rows(shared.v()), shared.d_o(n));
-      } else {
-        await_q(params, shared, parity, n, walk.tile);
-        await_d_o(params, shared, parity, n, walk.tile);
-        wgmma_fence();
-        issue_scores(s, rows(shared.k()), shared.q(n));
-        if constexpr (!kSoftcap) {
-          issue_scores(dp, rows(shared.v()), shared.d_o(n));
-        }
-        wgmma_wait<kSoftcap ? 0 : 1>();
-        keep_in_place(s);
-      }
+      float dp[kScores], dq[kDq];
+      std::uint32_t p[kScores / 2], ds[kScores / 2];
+      [[maybe_unused]] std::uint32_t slopes[kScores / 2];
+      await_d_o(params, shared, parity, n, walk.tile);
+      wgmma_wait<0>();  // behind the issue of dP ptxas would serialise the products (C7514)
+      keep_in_place(s);
       if constexpr (kSoftcap) {  // dP waits: S, dP and two kinds of P do not fit the registers
         capped_probabilities(params, shared, parity, walk, shared.lse(n), s, p, slopes);
-        wgmma_fence();
-        issue_scores(dp, rows(shared.v()), shared.d_o(n));
-      } else {
+      }
+      wgmma_fence();
+      issue_scores(dp, rows(shared.v()), shared.d_o(n));
+      if constexpr (!kSoftcap) {
         probabilities(params, shared, parity, walk, shared.lse(n), s, p);
+      }
+      if (n != begin) {
+        pass_on_dq(shared, n - 1);
       }
       wgmma_wait<0>();
       keep_in_place(dp);
@@ -746,43 +367,46 @@ struct Backward {
       issue_sums(dv, p, shared.d_o(n));
       gradients(shared.delta(n), kSoftcap ? slopes : p, dp, ds);
       store_scores(ds, shared.ds(n));
-      fence_shared_to_async();
       wgmma_fence();
       issue_sums(dk, ds, shared.q(n));
-      named_barrier_sync(1, 256);
-      wgmma_wait<1>();
-      keep_in_place(dv);
-      release(shared.d_o_empty(n));
+      fence_shared_to_async();
+      release(shared.ds_full(n));
       walk.advance();
-      if constexpr (kAhead && another) {
+      if constexpr (another) {
         await_q(params, shared, parity, n + 1, walk.tile);
       }
+      barrier_wait(shared.ds_full(n), n / 2 % 2);
       wgmma_fence();
       issue_dq(dq, shared.ds(n), shared.k(), w);
-      if constexpr (kAhead && another) {
+      if constexpr (another) {
+        wgmma_wait<1>();  // S takes the registers of P and dS
+        keep_in_place(dk);
+        keep_in_place(dv);
+        release(shared.d_o_empty(n));
+        release(shared.q_empty(n));
+        wgmma_fence();
         issue_scores(s, rows(shared.k()), shared.q(n + 1));
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
       keep_in_place(dk);
+      keep_in_place(dv);
       keep_in_place(dq);
-      release(shared.q_empty(n));
-      hand_over(shared, dq, n);
+      if constexpr (!another) {
+        release(shared.d_o_empty(n));
+        release(shared.q_empty(n));
+        release(shared.kv_empty());
+      }
+      put_dq(shared, dq, n);
       ++n;
     };
-    if constexpr (kAhead) {
-      await_q(params, shared, parity, n, walk.tile);
-      wgmma_fence();
-      issue_scores(s, rows(shared.k()), shared.q(n));
-    }
 #pragma unroll 1
-    while (walk.left > (kAhead ? 1 : 0)) {
+    while (walk.left > 1) {
       step(std::true_type{});
     }
-    if constexpr (kAhead) {
-      step(std::false_type{});
-    }
+    step(std::false_type{});
+    pass_on_dq(shared, n - 1);
   }
 
   /// P and dS in shared memory.
@@ -794,7 +418,7 @@ struct Backward {
     const std::uint32_t queries = w * kQueries * tiles::kBoxRowBytes;
     const std::uint32_t columns = w * (kColumns / tiles::kBoxColumns) * tiles::box_bytes(kTileQ);
 #pragma unroll 1
-    for (; walk.left > 0; walk.advance(), ++n) {
+    for (; walk.left > 0; ++n) {
       float s[kScores], dp[kScores], dq[kDq];
       std::uint32_t p[kScores / 2], ds[kScores / 2];
       [[maybe_unused]] std::uint32_t slopes[kScores / 2];
@@ -827,47 +451,80 @@ struct Backward {
       keep_in_place(dq);
       release(shared.d_o_empty(n));
       release(shared.q_empty(n));
-      hand_over(shared, dq, n);
+      walk.advance();
+      if (walk.left == 0) {
+        release(shared.kv_empty());
+      }
+#pragma unroll
+      for (std::uint32_t part = 0; part < kPartsOfWarpgroup; ++part) {
+        put_dq(shared, dq + 32 * part, n * kPartsOfWarpgroup + part);
+        pass_on_dq(shared, n * kPartsOfWarpgroup + part);
+      }
     }
   }
 
   /// Two neighbouring elements.
   template <typename T>
-  __device__ static void store_pair(T* to, bool aligned, float low, float high) {
+  __device__ static void store_pair(T* to, float low, float high) {
     if constexpr (sizeof(T) == 4) {
       to[0] = low;
       to[1] = high;
     } else {
       const std::uint32_t pair = pack<kDType>(low, high);
-      if (aligned) {
-        *reinterpret_cast<std::uint32_t*>(to) = pair;
-      } else {
-        to[0] = static_cast<T>(pair);
-        to[1] = static_cast<T>(pair >> 16);
-      }
+      to[0] = static_cast<T>(pair);
+      to[1] = static_cast<T>(pair >> 16);
     }
+  }
+
+  /// The four lanes of a row have pair l of blocks 0 … 3 each; lane l gets all pairs of block l.
+  __device__ static void transpose_quad(std::uint32_t (&pairs)[4]) {
+    const auto exchange = [](bool high, std::uint32_t& low_word, std::uint32_t& high_word,
+                             int lanes) {
+      const std::uint32_t got = __shfl_xor_sync(~0u, high ? low_word : high_word, lanes);
+      (high ? low_word : high_word) = got;
+    };
+    const bool odd = threadIdx.x % 2 != 0, upper = threadIdx.x % 4 >= 2;
+    exchange(odd, pairs[0], pairs[1], 1);
+    exchange(odd, pairs[2], pairs[3], 1);
+    exchange(upper, pairs[0], pairs[2], 2);
+    exchange(upper, pairs[1], pairs[3], 2);
   }
 
   template <typename T>
   __device__ static void store_sums(const BackwardItem& item, const PlainTensor& t,
                                     std::int64_t batch, int head_dim, float factor,
                                     const float (&sums)[kSums]) {
-    const int column =
-        (kSplitsHeadDim ? kColumns * warpgroup() : 0) + 2 * static_cast<int>(threadIdx.x % 4);
+    const int lane = static_cast<int>(threadIdx.x % 4);
+    const int first_column = kSplitsHeadDim ? kColumns * warpgroup() : 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = item.first_key + key_shift() + row_shift() + 8 * h;
-      if (key >= item.seqlen_kv) {
-        continue;
-      }
+      const bool owned = key < item.seqlen_kv;
       T* const row = static_cast<T*>(t.data) + batch * t.stride_batch +
                      (std::int64_t{item.row_kv} + key) * t.stride_seqlen +
-                     item.head * t.stride_heads + column;
+                     item.head * t.stride_heads + first_column;
+      if (sizeof(T) == 2 && t.aligned) {  // 16 bytes a lane: with 4, stores take longer than a tile
+#pragma unroll
+        for (int i = 0; i < kSums / 4; i += 4) {
+          std::uint32_t pairs[4];
+#pragma unroll
+          for (int block = 0; block < 4; ++block) {
+            const float* const two = sums + 4 * (i + block) + 2 * h;
+            pairs[block] = pack<kDType>(two[0] * factor, two[1] * factor);
+          }
+          transpose_quad(pairs);
+          const int column = 8 * (i + lane);
+          if (owned && first_column + column < head_dim) {
+            *reinterpret_cast<uint4*>(row + column) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+          }
+        }
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
-        if (column + 8 * i < head_dim) {
-          store_pair(row + 8 * i, t.aligned, sums[4 * i + 2 * h] * factor,
-                     sums[4 * i + 2 * h + 1] * factor);
+        const int column = 8 * i + 2 * lane;
+        if (owned && first_column + column < head_dim) {
+          store_pair(row + column, sums[4 * i + 2 * h] * factor, sums[4 * i + 2 * h + 1] * factor);
         }
       }
     }
@@ -914,9 +571,10 @@ struct Backward {
           } else {
             walk_keys(params, shared, parity, walk, n, dk, dv);
           }
+        } else {
+          release(shared.kv_empty());
         }
       }
-      release(shared.kv_empty());
       const BackwardItem item = shared.item(parity);
       store(params, item, params.dk, params.head_dim, params.softmax_scale, dk);
       store(params, item, params.dv, params.head_dim_v, 1, dv);
@@ -928,22 +586,22 @@ template <DType kDType, int kRow, bool kSoftcap>
 __global__ void __launch_bounds__(tiles::Sm90BackwardRow::threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardParams params) {
   using B = Backward<kDType, kRow, kSoftcap>;
-  extern __shared__ unsigned char raw[];
-  const typename B::Shared shared = B::carve(raw);
+  extern __shared__ __align__(tiles::kSwizzleGroupBytes) unsigned char raw[];
+  const typename B::Shared shared = B::Shared::carve(raw);
   if (threadIdx.x == 0) {
     tma_prefetch(params.q);
     tma_prefetch(params.k);
     tma_prefetch(params.v);
     tma_prefetch(params.d_o);
-    B::init_barriers(shared);
+    shared.init_barriers();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers_back<B::kShape.producer_registers>();
     if (threadIdx.x < 32) {
-      B::produce(params, shared);
-    } else if (threadIdx.x == 32) {
-      B::add_dq(params, shared);
+      BackwardCopies<kRow>::produce(params, shared);
+    } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= B::kDqBuffers) {
+      BackwardCopies<kRow>::add_dq(params, shared, threadIdx.x / 32 - 1);
     }
   } else {
     take_registers<B::kShape.consumer_registers>();

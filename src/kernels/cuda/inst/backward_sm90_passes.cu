@@ -16,13 +16,13 @@ struct SlotTile {
   std::int64_t index;  // slot · heads_q + head
 };
 
-__device__ SlotTile tile_of(const BackwardParams& params, std::int64_t index, int tile_q) {
+__device__ SlotTile tile_of(const BackwardParams& params, unsigned index, int tile_q) {
   const ScoreProblem& p = params.problem;
-  const std::int64_t slot = index / p.heads_q;
+  const unsigned heads = static_cast<unsigned>(p.heads_q), slot = index / heads;
   std::int64_t b = 0;
   std::int64_t first = 0;
   if (p.cu_seqlens_q.data == nullptr) {
-    const int blocks = (p.seqlen_q + tile_q - 1) / tile_q;
+    const unsigned blocks = static_cast<unsigned>((p.seqlen_q + tile_q - 1) / tile_q);
     b = slot / blocks;
     first = b * blocks;
   } else {
@@ -34,7 +34,7 @@ __device__ SlotTile tile_of(const BackwardParams& params, std::int64_t index, in
     }
     first = tiles::first_slot(true, b, index_at(p.cu_seqlens_q, b), 0, tile_q);
   }
-  return {sequence_of(p, b), static_cast<int>(index - slot * p.heads_q),
+  return {sequence_of(p, b), static_cast<int>(index - slot * heads),
           static_cast<int>((slot - first) * tile_q), index};
 }
 
@@ -98,52 +98,57 @@ __device__ float dot(const Eight& a, const Eight& b) {
 }
 
 /// kLanes lanes a row, eight elements each; kRows rows a thread, whose loads are in flight
-/// together.
-template <DType kDType, int kLanes>
-__global__ void __launch_bounds__(256)
+/// together. kPlain: o and d_o are of 16 bits, and read 16 bytes at a time; nothing is copied. (In
+/// one body with the rest it has registers for a third of the threads.)
+template <DType kDType, int kLanes, bool kPlain>
+__global__ void __launch_bounds__(256, 4)
     backward_rows_kernel(const __grid_constant__ BackwardParams params,
                          const __grid_constant__ BackwardRowInputs in, int tile_q) {
-  constexpr int kStep = 256 / kLanes, kRows = 4;
+  constexpr int kStep = 256 / kLanes, kRows = kPlain ? 4 : 1;
   const ScoreProblem& p = params.problem;
   const SlotTile tile = tile_of(params, blockIdx.x, tile_q);
   const int column = 8 * (static_cast<int>(threadIdx.x) % kLanes);
   const bool in_row = column < params.head_dim_v;
-  const bool plain = in.d_o_copy == nullptr && !in.o.is_f32 && in.o.aligned && in.d_o.aligned;
   float* const rows = params.rows + tile.index * 2 * tile_q;
   const auto at = [&tile](const LseTarget& l, int row) {
     return l.data[tile.sequence.batch * l.stride_batch + tile.head * l.stride_heads +
                   (tile.sequence.row_q + row) * l.stride_seqlen];
   };
+  const auto bits_at = [](const PlainTensor& t, std::int64_t element) {
+    return *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(t.data) + element);
+  };
   for (int first = static_cast<int>(threadIdx.x) / kLanes; first < tile_q; first += kRows * kStep) {
-    float delta[kRows], lse[kRows];
-    uint4 o[kRows], d_o[kRows];
+    const auto row_of = [&](int i) { return tile.first_row + first + i * kStep; };
+    const auto owned = [&](int i) {
+      return first + i * kStep < tile_q && row_of(i) < tile.sequence.seqlen_q;
+    };
+    float delta[kRows], lse[kRows], dlse[kRows];  // asked for first: they take as long as O
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = tile.first_row + first + i * kStep;
-      const bool owned = first + i * kStep < tile_q && row < tile.sequence.seqlen_q;
-      delta[i] = 0;
-      lse[i] = INFINITY;  // P = 2^(score − lse) is 0
-      o[i] = d_o[i] = {0, 0, 0, 0};
-      if (owned && column == 0) {
-        const float value = at(in.lse, row);
-        lse[i] = value == -INFINITY ? INFINITY : value * kLog2E;
-      }
-      if (owned && in_row && plain) {
-        o[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(in.o.data) +
-                                               offset_in(in.o, tile.sequence, row, tile.head) +
-                                               column);
-        d_o[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(in.d_o.data) +
-                                                 offset_in(in.d_o, tile.sequence, row, tile.head) +
-                                                 column);
-      }
+      const bool asked = column == 0 && owned(i);
+      lse[i] = asked ? at(in.lse, row_of(i)) : -INFINITY;
+      dlse[i] = asked && in.dlse.data != nullptr ? at(in.dlse, row_of(i)) : 0.0f;
     }
+    if constexpr (kPlain) {
+      const std::int64_t o_at = offset_in(in.o, tile.sequence, row_of(0), tile.head) + column;
+      const std::int64_t d_o_at = offset_in(in.d_o, tile.sequence, row_of(0), tile.head) + column;
+      uint4 o[kRows], d_o[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = tile.first_row + first + i * kStep;
-      const bool owned = first + i * kStep < tile_q && row < tile.sequence.seqlen_q;
-      if (plain) {
+      for (int i = 0; i < kRows; ++i) {
+        o[i] = d_o[i] = {0, 0, 0, 0};
+        if (owned(i) && in_row) {
+          o[i] = bits_at(in.o, o_at + i * kStep * in.o.stride_seqlen);
+          d_o[i] = bits_at(in.d_o, d_o_at + i * kStep * in.d_o.stride_seqlen);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
         delta[i] = dot(unpack_eight<kDType>(o[i]), unpack_eight<kDType>(d_o[i]));
-      } else if (owned && in_row) {
+      }
+    } else {
+      delta[0] = 0;
+      if (owned(0) && in_row) {
+        const int row = row_of(0);
         const uint4 rounded = pack_eight<kDType>(
             load_eight<kDType>(in.d_o, offset_in(in.d_o, tile.sequence, row, tile.head) + column));
         if (in.d_o_copy != nullptr) {
@@ -153,18 +158,21 @@ __global__ void __launch_bounds__(256)
               rounded;
         }
         // With dO as the products will see it.
-        delta[i] =
+        delta[0] =
             dot(load_eight<kDType>(in.o, offset_in(in.o, tile.sequence, row, tile.head) + column),
                 unpack_eight<kDType>(rounded));
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) {
         delta[i] += __shfl_xor_sync(~0u, delta[i], lanes);
       }
       if (column == 0 && first + i * kStep < tile_q) {
-        rows[first + i * kStep] = lse[i];
-        rows[tile_q + first + i * kStep] =
-            delta[i] - (owned && in.dlse.data != nullptr ? at(in.dlse, row) : 0.0f);
+        // P = 2^(score − ∞) is 0
+        rows[first + i * kStep] = lse[i] == -INFINITY ? INFINITY : lse[i] * kLog2E;
+        rows[tile_q + first + i * kStep] = delta[i] - dlse[i];
       }
     }
   }
@@ -252,6 +260,12 @@ __global__ void __launch_bounds__(128)
   }
 }
 
+template <DType kDType, int kLanes>
+const void* rows_kernel(bool plain) {
+  return plain ? reinterpret_cast<const void*>(&backward_rows_kernel<kDType, kLanes, true>)
+               : reinterpret_cast<const void*>(&backward_rows_kernel<kDType, kLanes, false>);
+}
+
 }  // namespace
 
 template <DType kDType>
@@ -261,10 +275,11 @@ Status launch_backward_rows(const BackwardParams& params, const BackwardRowInput
   void* arguments[] = {const_cast<BackwardParams*>(&params), const_cast<BackwardRowInputs*>(&in),
                        &tile_q};
   const int head_dim = tiles::kSm90BackwardRows[row].head_dim;
-  const void* const kernel =
-      head_dim == 64    ? reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 8>)
-      : head_dim == 128 ? reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 16>)
-                        : reinterpret_cast<const void*>(&backward_rows_kernel<kDType, 32>);
+  const bool plain =
+      in.d_o_copy == nullptr && !in.o.is_f32 && !in.d_o.is_f32 && in.o.aligned && in.d_o.aligned;
+  const void* const kernel = head_dim == 64    ? rows_kernel<kDType, 8>(plain)
+                             : head_dim == 128 ? rows_kernel<kDType, 16>(plain)
+                                               : rows_kernel<kDType, 32>(plain);
   return launch(kernel,
                 {.blocks = static_cast<unsigned>(params.slots * params.problem.heads_q),
                  .threads = 256,
