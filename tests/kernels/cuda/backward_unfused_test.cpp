@@ -272,6 +272,27 @@ TEST(BackwardUnfusedCuda, RefusesByNameWhatItDoesNotDo) {
             "more than 2^29 rows, or scores beyond 2^60 bytes");
 }
 
+// Its memory grows with S²: only who asks for the pipeline gets it, and then does.
+TEST(BackwardUnfusedCuda, IsChosenOnlyWhereThePipelineIsAskedFor) {
+  RAFTER_NEEDS_DEVICE();
+  for (const std::int64_t head_dim : {64, 128, 256}) {
+    for (const std::int64_t seqlen : {128, 4096, 16384}) {
+      const AttentionProblem problem{.heads_q = 8,
+                                     .seqlen_q = seqlen,
+                                     .seqlen_kv = seqlen,
+                                     .head_dim = head_dim,
+                                     .dtype = DType::bf16};
+      PlanOptions options{.pass = Pass::backward};
+      const Result<Plan> by_itself = plan(problem, Device::cuda(), options);
+      options.pipeline = Pipeline::unfused;
+      const Result<Plan> asked_for = plan(problem, Device::cuda(), options);
+      ASSERT_TRUE(by_itself.is_ok() && asked_for.is_ok());
+      EXPECT_EQ(by_itself->kernel(), "backward_sm90");
+      EXPECT_EQ(asked_for->kernel(), kName);
+    }
+  }
+}
+
 TEST(BackwardUnfusedCuda, RefusesScoresThatTheDeviceDoesNotHold) {
   RAFTER_NEEDS_DEVICE();
   EXPECT_EQ(entry().accepts(problem_of(2, 4, 2, 128, 128)).reason, "");
