@@ -121,15 +121,21 @@ struct Forward {
     const bool leader = threadIdx.x % 32 == 0;
     TileFinder<kTileQ> finder;
     int tile = static_cast<int>(blockIdx.x);
+    bool drawn_late = false;
     for (std::uint32_t t = 0;; ++t) {
-      const TileWork work = finder.find(params, tile);
-      tile += static_cast<int>(gridDim.x);
-      if (params.counter != nullptr) {
-        if (leader && work.batch >= 0) {
-          tile = static_cast<int>(atomicAdd(params.counter, 1u) + gridDim.x);
+      if (t > 0) {
+        tile += static_cast<int>(gridDim.x);
+        if (params.counter != nullptr) {
+          if (leader) {
+            if (kShape.runs_on && drawn_late) {
+              await_queries_read(control, t);
+            }
+            tile = static_cast<int>(atomicAdd(params.counter, 1u) + gridDim.x);
+          }
+          tile = __shfl_sync(~0u, tile, 0);
         }
-        tile = __shfl_sync(~0u, tile, 0);
       }
+      const TileWork work = finder.find(params, tile);
       if (leader) {
         barrier_wait(shared_address(&control.plan_empty[t % Control::kPlans]),
                      t / Control::kPlans % 2 ^ 1);
@@ -137,6 +143,10 @@ struct Forward {
         static_cast<TileWork&>(planned) = work;
         const int2 range = key_tiles<kTileQ, kTileKv>(params, work);
         planned.range = range;
+        // A long tile leaves time to find the next: it is drawn when this one begins, since a CTA
+        // that holds tiles back makes the others wait for it in the end.
+        constexpr int kLong = 8;
+        drawn_late = range.y - range.x > kLong;
         planned.lse = params.lse;
         if (params.lse != nullptr) {
           const std::int64_t batch = params.cu_seqlens_q.data != nullptr ? 0 : work.batch;
@@ -155,6 +165,14 @@ struct Forward {
       if (work.batch < 0) {
         break;
       }
+    }
+  }
+
+  /// Until the slot that Q of query tile t goes to is free.
+  __device__ static void await_queries_read(Control& control, std::uint32_t t) {
+#pragma unroll 1
+    for (int w = 0; w < kWarpgroups; ++w) {
+      barrier_wait(shared_address(&control.q_empty[w][t % kSlots]), t / kSlots % 2 ^ 1);
     }
   }
 
