@@ -158,16 +158,18 @@ struct Choice {
   bool one_by_one = false;  // the algorithm takes one matrix at a time
 };
 
-Status set_preference(cublasLtMatmulPreferenceOpaque_t& preference) {
+Status set_preference(cublasLtMatmulPreferenceOpaque_t& preference, bool split) {
   const Library& lt = library();
   Steps steps("choice of a matrix product");
   steps.add(lt.preference_init(&preference, sizeof preference));
   const auto bytes = static_cast<std::uint64_t>(kMatmulWorkspaceBytes);
   steps.add(lt.preference_set(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                               sizeof bytes));
-  const std::uint32_t no_reduction = CUBLASLT_REDUCTION_SCHEME_NONE;
-  steps.add(lt.preference_set(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                              &no_reduction, sizeof no_reduction));
+  // In the compute type through the workspace: no atomics.
+  const std::uint32_t reduction =
+      split ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE;
+  steps.add(lt.preference_set(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction,
+                              sizeof reduction));
   const std::uint32_t alignment = 16;
   for (const auto which :
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -185,7 +187,7 @@ Result<cublasLtMatmulAlgo_t> first_choice(cublasLtHandle_t handle, const Matmul&
     return status;
   }
   cublasLtMatmulPreferenceOpaque_t preference;
-  if (Status status = set_preference(preference); !status) {
+  if (Status status = set_preference(preference, p.split); !status) {
     return status;
   }
   cublasLtMatmulHeuristicResult_t found;
@@ -230,11 +232,11 @@ Result<Choice> choose(cublasLtHandle_t handle, const Matmul& p, const Types& typ
 }
 
 /// What decides about the algorithm.
-using Key = std::tuple<int, int, std::array<bool, 5>, std::array<std::int64_t, 9>>;
+using Key = std::tuple<int, int, std::array<bool, 6>, std::array<std::int64_t, 9>>;
 Key key_of(int device, const Matmul& p) {
   return {device,
           static_cast<int>(p.dtype),
-          {p.c_is_f32, p.tf32, p.a_transposed, p.b_transposed, p.bias != nullptr},
+          {p.c_is_f32, p.tf32, p.a_transposed, p.b_transposed, p.bias != nullptr, p.split},
           {p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.stride_a, p.stride_b, p.stride_c}};
 }
 

@@ -20,6 +20,7 @@ struct Matmul {
   bool a_transposed = false;
   bool b_transposed = false;
   const void* bias = nullptr;  // [n] of C's dtype, added to each row; null: none
+  bool split = false;  // k may be cut into parts, summed in a fixed order: products of few rows
   float alpha = 1;
   std::int64_t m = 0, n = 0, k = 0, batch = 1;
   std::int64_t lda = 0, ldb = 0, ldc = 0;
@@ -31,10 +32,10 @@ struct Matmul {
 inline constexpr std::int64_t kMatmulWorkspaceBytes = std::int64_t{32} << 20;
 
 /// Queues the product on the stream of the current device. Operands are aligned to 16 bytes, rows
-/// and matrices too. The algorithm is the library's first choice for the shape without split
-/// reductions, asked for once with a batch of its own, so that neither repeats nor the number of
-/// matrices (at most 65535) change a bit. Errors: device_error with cuBLASLt's name of the failure,
-/// or with why it cannot be opened; unsupported when it has no algorithm.
+/// and matrices too. The algorithm is the library's first choice for the shape, without split
+/// reductions unless `split`, asked for once with a batch of its own, so that neither repeats nor
+/// the number of matrices (at most 65535) change a bit. Errors: device_error with cuBLASLt's name
+/// of the failure, or with why it cannot be opened; unsupported when it has no algorithm.
 Status matmul(const Matmul& product, const void* a, const void* b, void* c, void* workspace,
               void* stream);
 

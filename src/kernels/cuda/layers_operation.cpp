@@ -102,6 +102,9 @@ Status gather(const GatherCall& call) {
   });
 }
 
+/// Products of so few rows leave SMs idle unless k is cut as well.
+constexpr std::int64_t kFewRows = 256;
+
 const char* linear_kernel(std::int64_t rows, DType dtype) {
   return rows <= cuda::kMostVectorRows && dtype != DType::f32 ? "vector_rows" : "cublaslt";
 }
@@ -147,6 +150,7 @@ Status linear(const LinearCall& call) {
                          .c_is_f32 = call.out.dtype == DType::f32,
                          .b_transposed = true,
                          .bias = call.in.bias.data,
+                         .split = x.seqlen <= kFewRows,
                          .m = x.seqlen,
                          .n = n,
                          .k = x.head_dim,

@@ -19,10 +19,12 @@ struct Place {
   std::int64_t batch;
   int token, head;
 };
+/// Fewer than 2^31 rows: divisions of 32 bits.
 __device__ Place place_of(const RowCount& count, std::int64_t row) {
-  const std::int64_t token = row / count.heads;
-  return {token / count.seqlen, static_cast<int>(token % count.seqlen),
-          static_cast<int>(row % count.heads)};
+  const auto index = static_cast<unsigned>(row), heads = static_cast<unsigned>(count.heads),
+             seqlen = static_cast<unsigned>(count.seqlen);
+  const unsigned token = index / heads, batch = token / seqlen;
+  return {batch, static_cast<int>(token - batch * seqlen), static_cast<int>(index - token * heads)};
 }
 
 template <bool kWide>
@@ -146,7 +148,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+/// Two ulp of f32 away at most; 1 + exp(−x) beyond 2^126 gives 0, which the limit is.
+__device__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 template <Pointwise kFunction>
 __device__ float apply(float a, float b) {
