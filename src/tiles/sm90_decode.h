@@ -9,65 +9,74 @@
 
 namespace rafter::tiles {
 
-/// A warp takes 16 keys at a time through a ring of its own, and 8 query rows.
+/// A warp takes 16 keys at a time, and 8 query rows.
 inline constexpr int kDecodeBlockKeys = 16;
 inline constexpr int kDecodeBlockRows = 8;
 inline constexpr int kDecodeFinishWarps = 4;  // take the results of the others
-/// Units of work that are known, and how many ahead of the one that is finished: more than a ring
-/// holds stages, or those who attend and those who finish would wait for each other.
-inline constexpr int kDecodeUnitRing = 16, kDecodeUnitsAhead = 9;
-/// Parts into which the keys of one sequence are cut for all its heads together, where it is long
-/// enough: one for nearly each of the 132 SMs of an H100 or H200, in whole parts of 8 or 16 heads.
-inline constexpr int kDecodeParts = 128;
-/// Keys of a part beyond which there are more parts, so that a long sequence among short ones
-/// spreads.
-inline constexpr int kDecodeMaxKeys = 2048;
+/// Warps that load K and V: one asks the copy engine, or four copy 16 bytes a lane.
+inline constexpr int kDecodeMostLoadWarps = 4;
+/// K and V lie in shared memory in panels of 128 bytes of each row, as the copy engine's widest
+/// swizzle has them.
+inline constexpr int kDecodePanelBytes = 128;
+/// Fewest rows of a box of the copy engine: what the swizzle repeats after.
+inline constexpr int kDecodeBoxRows = 8;
+/// Units of work that a CTA knows, and how many ahead of the one that is finished; as many behind
+/// may wait for parts in other CTAs.
+inline constexpr int kDecodeUnitRing = 16, kDecodeUnitsAhead = 3;
 
-/// One instantiation: widths of the rows of K and V in shared memory, warps, and depth of the
-/// rings.
+/// One instantiation: widths of the rows of K and V in shared memory, warps, and depth of the ring.
 struct Sm90DecodeRow {
   int head_dim;       // of K and V; what is narrower is filled with zeros
   int element_bytes;  // of K and V
   int warps;          // that attend, each to its own keys (or, with many query rows, its own rows)
-  int stages;         // blocks of K, and of V, that a warp holds
+  int slots;          // of the ring
+  static constexpr int kAlign = 1024;
 
   /// Keys that the warps take together.
   constexpr int tile_keys() const { return warps * kDecodeBlockKeys; }
   /// Query rows at most: then all warps take the same keys.
   constexpr int tile_rows() const { return warps * kDecodeBlockRows; }
-  constexpr int threads() const { return 32 * (warps + kDecodeFinishWarps); }
-  constexpr int row_bytes() const { return head_dim * element_bytes; }
-  constexpr int block_bytes() const { return kDecodeBlockKeys * row_bytes(); }
-  /// Beside each block: the factors of its 16 rows (8-bit caches), and beside those of K a word
-  /// that says which rows are there (pages).
-  constexpr int scale_bytes() const { return element_bytes == 1 ? kDecodeBlockKeys * 4 : 0; }
-  static constexpr int kPresentBytes = 4;
-  constexpr int query_bytes() const { return kDecodeBlockRows * head_dim * 2; }
+  constexpr int threads(int load_warps) const {
+    return 32 * (warps + kDecodeFinishWarps + load_warps);
+  }
+  constexpr int panels() const { return std::max(1, head_dim * element_bytes / kDecodePanelBytes); }
+  constexpr int panel_bytes() const { return tile_keys() * kDecodePanelBytes; }
+  /// From one query row to the next in a slot: eight rows of one column meet eight banks.
+  constexpr int query_pitch() const { return 2 * head_dim + 16; }
+  /// A slot holds a tile of K or V, or the queries of a unit.
+  constexpr int slot_bytes() const {
+    return std::max(panels() * panel_bytes(),
+                    (tile_rows() * query_pitch() + kAlign - 1) / kAlign * kAlign);
+  }
+  /// Beside each slot: the factors of its rows (8-bit caches), and a word for the 16 keys of each
+  /// warp that says which are there (pages).
+  constexpr int scale_bytes() const { return element_bytes == 1 ? tile_keys() * 4 : 0; }
+  constexpr int present_bytes() const { return warps * 4; }
   constexpr int ring_bytes() const {
-    return warps * stages * (2 * block_bytes() + query_bytes() + 2 * scale_bytes() + kPresentBytes);
+    return slots * (slot_bytes() + scale_bytes() + present_bytes());
   }
   /// Results of the warps for their rows, f32, then (maximum, sum) of each.
   constexpr int exchange_bytes() const {
     return tile_rows() * (head_dim + 2) * static_cast<int>(sizeof(float));
   }
-  static constexpr int kAlign = 128;
-  constexpr int shared_bytes() const {
-    return (ring_bytes() + kAlign - 1) / kAlign * kAlign + exchange_bytes() + kAlign;
-  }
+  constexpr int shared_bytes() const { return ring_bytes() + exchange_bytes() + kAlign; }
 };
 
 inline constexpr int kSm90DecodeRowCount = 3;
 inline constexpr Sm90DecodeRow kSm90DecodeRows[2][kSm90DecodeRowCount] = {
-    // 16-bit caches: 128 KiB in flight on an SM, which has one CTA
-    {{64, 2, 8, 4}, {128, 2, 8, 2}, {256, 2, 4, 2}},
+    // 128 KiB in flight on an SM, which has one CTA; with more, what else is asked of the memory
+    // waits
+    // longer
+    {{64, 2, 8, 8}, {128, 2, 8, 4}, {256, 2, 4, 4}},
     // 8-bit caches
-    {{64, 1, 8, 6}, {128, 1, 8, 3}, {256, 1, 4, 3}},
+    {{64, 1, 8, 8}, {128, 1, 8, 8}, {256, 1, 4, 8}},
 };
+inline constexpr int kDecodeMostSlots = 8;
 constexpr bool sm90_decode_rows_fit() {
   for (const auto& rows : kSm90DecodeRows) {
     for (const Sm90DecodeRow& row : rows) {
-      if (row.stages + 1 > kDecodeUnitsAhead ||
-          row.shared_bytes() + 1280 > 227 * 1024) {  // and what is static
+      if (row.slots > kDecodeMostSlots ||
+          row.shared_bytes() + 1344 > 227 * 1024) {  // and what is static
         return false;
       }
     }
@@ -82,17 +91,23 @@ constexpr int sm90_decode_row_for(std::int64_t head_dim, std::int64_t head_dim_v
   return widest <= 64 ? 0 : widest <= 128 ? 1 : widest <= 256 ? 2 : -1;
 }
 
+/// SMs of an H100 or H200. Not asked of the device: how a sequence is cut decides its bits.
+inline constexpr int kDecodeSms = 132;
+/// Parts of the keys of each head with which one sequence alone keeps the SMs busy: the fewest
+/// whose rounds are full to nine tenths, or what eight rounds have.
+constexpr int sm90_decode_least_parts(std::int64_t heads_kv) {
+  std::int64_t parts = std::max<std::int64_t>(1, kDecodeSms / heads_kv);
+  const auto rounds = [&] { return (heads_kv * parts + kDecodeSms - 1) / kDecodeSms; };
+  while (10 * heads_kv * parts < 9 * kDecodeSms * rounds() && rounds() < 8) {
+    ++parts;
+  }
+  return static_cast<int>(parts);
+}
 /// Parts of `tiles` key tiles of a sequence, one unit of work each for every KV head and block of
 /// query rows; at least 1, of two tiles or more. `forced` > 0 asks for so many, of which none is
 /// empty.
-constexpr int sm90_decode_parts(int tiles, int tile_keys, int least, int forced) {
-  const int most = kDecodeMaxKeys / tile_keys;  // tiles
-  const int wanted = forced > 0 ? forced : std::max(least, (tiles + most - 1) / most);
-  return std::max(1, std::min(forced > 0 ? tiles : (tiles + 1) / 2, wanted));
-}
-/// Parts that fill the SMs when one sequence is alone.
-constexpr int sm90_decode_least_parts(std::int64_t heads_kv) {
-  return static_cast<int>(std::max<std::int64_t>(1, kDecodeParts / heads_kv));
+constexpr int sm90_decode_parts(int tiles, int least, int forced) {
+  return std::max(1, forced > 0 ? std::min(tiles, forced) : std::min((tiles + 1) / 2, least));
 }
 
 /// How the keys and query rows of one sequence are cut: a unit for each KV head, part of the keys
@@ -115,7 +130,7 @@ constexpr Sm90DecodeCut sm90_decode_cut(Sm90DecodeRow row, const BasicMaskWindow
     cut.first_tile = keys.first / row.tile_keys();
     cut.end_tile = (keys.last + row.tile_keys() - 1) / row.tile_keys();
   }
-  cut.parts = sm90_decode_parts(cut.end_tile - cut.first_tile, row.tile_keys(), least, forced);
+  cut.parts = sm90_decode_parts(cut.end_tile - cut.first_tile, least, forced);
   const int rows = seqlen_q * group;
   cut.row_blocks = (rows + row.tile_rows() - 1) / row.tile_rows();
   while (kDecodeBlockRows << cut.row_warps_log2 < std::min(rows, row.tile_rows())) {

@@ -63,13 +63,10 @@ __device__ inline void copy_4_async(std::uint32_t destination, const void* sourc
                "r"(bytes)
                : "memory");
 }
-/// Closes this thread's group of copies. PTX ISA: cp.async.commit_group.
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits until at most kPending of this thread's groups are in flight; other threads see the bytes
-/// after a barrier. PTX ISA: cp.async.wait_group.
-template <int kPending>
-__device__ inline void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+/// This thread arrives at an mbarrier once its copies so far are there. PTX ISA:
+/// cp.async.mbarrier.arrive.noinc. Pairs with barrier_wait().
+__device__ inline void arrive_with_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 }  // namespace rafter::cuda

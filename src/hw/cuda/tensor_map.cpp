@@ -27,7 +27,10 @@ EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(function);
 }
 
+std::int64_t element_bytes(const TensorView& tensor) { return bits_of(tensor.dtype) / 8; }
+
 Status check_readable(const char* name, const TensorView& tensor) {
+  const std::int64_t chunk = 16 / element_bytes(tensor);  // elements of 16 bytes
   if (reinterpret_cast<std::uintptr_t>(tensor.data) % 16 != 0) {
     return Status::invalid_argument(fmt::format("{}.data", name), fmt::format("{}", tensor.data),
                                     "addresses aligned to 16 bytes");
@@ -38,14 +41,14 @@ Status check_readable(const char* name, const TensorView& tensor) {
       {"stride_heads", {tensor.stride_heads, tensor.heads}}};
   for (const auto& [field, stride_size] : strides) {
     const auto [stride, size] = stride_size;
-    if (size > 1 && (stride < 0 || stride % 8 != 0)) {
+    if (size > 1 && (stride < 0 || stride % chunk != 0)) {
       return Status::invalid_argument(fmt::format("{}.{}", name, field), fmt::format("{}", stride),
-                                      "multiples of 8 elements from 0");
+                                      fmt::format("multiples of {} elements from 0", chunk));
     }
   }
   if (tensor.seqlen > 1 && tensor.stride_seqlen == 0) {
     return Status::invalid_argument(fmt::format("{}.stride_seqlen", name), "0",
-                                    "multiples of 8 elements from 8");
+                                    fmt::format("multiples of {0} elements from {0}", chunk));
   }
   return Status::ok();
 }
@@ -64,8 +67,9 @@ Status make_tensor_map(const char* name, const TensorView& tensor, int box_rows,
   result.heads_step = tensor.heads > 1 && tensor.stride_heads != 0;
   result.batch_step = tensor.batch > 1 && tensor.stride_batch != 0;
   // A dimension of one element needs a legal stride all the same.
-  const auto stride_bytes = [](std::int64_t stride, std::int64_t size) {
-    return static_cast<cuuint64_t>(size > 1 && stride > 0 ? stride * 2 : 16);
+  const std::int64_t bytes = element_bytes(tensor);
+  const auto stride_bytes = [bytes](std::int64_t stride, std::int64_t size) {
+    return static_cast<cuuint64_t>(size > 1 && stride > 0 ? stride * bytes : 16);
   };
   const auto extent = [](std::int64_t size) {
     return static_cast<cuuint64_t>(std::max<std::int64_t>(size, 1));
@@ -76,15 +80,16 @@ Status make_tensor_map(const char* name, const TensorView& tensor, int box_rows,
   const cuuint64_t strides[3] = {stride_bytes(tensor.stride_seqlen, tensor.seqlen),
                                  stride_bytes(tensor.stride_heads, tensor.heads),
                                  stride_bytes(tensor.stride_batch, tensor.batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / bytes),
+                             static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  // The copy moves bits: bf16 and f16 share one element type here.
+  // The copy moves bits: types of one width share one element type here.
   // A tensor without elements is never read, but its map must have an address.
   void* const data = tensor.data != nullptr ? tensor.data : reinterpret_cast<void*>(4096);
-  const CUresult code =
-      encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, data, dims, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult code = encode(
+      &result.map, bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
+      data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (code != CUDA_SUCCESS) {
     return Status::invalid_argument(
         name,

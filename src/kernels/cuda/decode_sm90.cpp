@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <optional>
 #include <span>
@@ -13,6 +14,7 @@
 
 #include "base/checked.h"
 #include "dispatch/kernel_entry.h"
+#include "hw/cuda/tensor_map.h"
 #include "kernels/cuda/accepts_sm90.h"
 
 namespace rafter {
@@ -24,7 +26,8 @@ using base::round_up;
 using cuda::DecodeCache;
 using cuda::DecodeParams;
 
-using LaunchFunction = Status (*)(const DecodeParams&, bool, unsigned, void*);
+using LaunchFunction = Status (*)(const DecodeParams&, const cuda::DecodeMaps&, bool, unsigned,
+                                  void*);
 template <DType kDType, int kWidth>
 constexpr std::array<LaunchFunction, tiles::kSm90DecodeRowCount> kRows = {
     cuda::launch_decode_sm90<kDType, kWidth, 0>, cuda::launch_decode_sm90<kDType, kWidth, 1>,
@@ -82,8 +85,8 @@ std::optional<Cut> cut_of(const KernelProblem& problem) {
   cut.least_parts = tiles::sm90_decode_least_parts(p.heads_kv);
   // One more tile where a window begins within one.
   const int tiles = static_cast<int>(div_up(p.seqlen_kv, row.tile_keys())) + 1;
-  cut.max_parts = tiles::sm90_decode_parts(tiles, row.tile_keys(), cut.least_parts,
-                                           static_cast<int>(problem.splits));
+  cut.max_parts =
+      tiles::sm90_decode_parts(tiles, cut.least_parts, static_cast<int>(problem.splits));
   const auto units = checked_product({p.batch, p.heads_kv, cut.row_blocks, cut.max_parts});
   if (!units || *units > kMost) {
     return std::nullopt;
@@ -149,6 +152,30 @@ DecodeCache cache_of(const TensorView& view, const TensorView& scale, std::int64
   cache.scale_seqlen = scale.stride_seqlen;
   cache.scale_heads = scale.stride_heads;
   return cache;
+}
+
+/// Rows of a box of the copy engine for a tile of K or V; 0: pages have no whole boxes.
+int box_rows(const AttentionProblem& p) {
+  int rows = row_of(p).tile_keys();
+  while (p.page_size % rows != 0) {
+    rows /= 2;
+  }
+  return rows >= tiles::kDecodeBoxRows ? rows : 0;
+}
+
+/// K and V go by the copy engine where it can read both.
+cuda::DecodeMaps set_maps(DecodeParams& params, const AttentionProblem& p,
+                          const ForwardInputs& in) {
+  cuda::TensorMap k{}, v{};
+  const int rows = box_rows(p);
+  params.by_box = rows > 0 && cuda::make_tensor_map("k", in.k, rows, k).is_ok() &&
+                  cuda::make_tensor_map("v", in.v, rows, v).is_ok();
+  params.box_log2 = std::countr_zero(static_cast<unsigned>(std::max(rows, 1)));
+  params.k.heads_step = k.heads_step;
+  params.k.outer_step = k.batch_step;
+  params.v.heads_step = v.heads_step;
+  params.v.outer_step = v.batch_step;
+  return {k.map, v.map};
 }
 
 /// An id that no memory holds by chance and no other launch has.
@@ -228,6 +255,7 @@ Status forward(const ForwardCall& call) {
   DecodeParams params;
   set_problem(params, call.problem, cut);
   set_tensors(params, call.in, call.out);
+  const cuda::DecodeMaps maps = set_maps(params, p, call.in);
   if (cut.slots > 0) {
     auto* const bytes = static_cast<std::byte*>(call.workspace.data);
     params.partial_o = reinterpret_cast<float*>(bytes);
@@ -243,7 +271,7 @@ Status forward(const ForwardCall& call) {
   const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
   const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
   return kLaunch[p.dtype == DType::f16 ? 1 : 0][width_of(p)][row](
-      params, p.kv_dtype == DType::e4m3, static_cast<unsigned>(blocks), call.stream.handle);
+      params, maps, p.kv_dtype == DType::e4m3, static_cast<unsigned>(blocks), call.stream.handle);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Host side of the decode kernel for sm_90a: what a launch passes, and its instantiations.
 #pragma once
 
+#include <cuda.h>
 #include <vector_types.h>
 
 #include <cstdint>
@@ -22,6 +23,8 @@ struct DecodeCache {
   int chunks = 0;        // of 16 bytes in a row, rounded up
   int row_bytes = 0;     // of a row
   bool aligned = false;  // rows begin and end at multiples of 16 bytes
+  // Coordinates of the copy engine step by these from a head, sequence or page to the next.
+  int heads_step = 1, outer_step = 1;
 };
 
 /// Everything the kernel reads. Strides count elements where not said otherwise.
@@ -41,6 +44,8 @@ struct DecodeParams {
   std::int32_t* bad_pages = nullptr;
   const std::uint64_t* tree_mask = nullptr;
   std::int64_t tree_mask_batch = 0;
+  bool by_box = false;  // K and V by the copy engine, through the maps of the launch
+  int box_log2 = 0;     // of the rows of a box
   int batch = 0, heads_kv = 0, group = 1;
   int seqlen_q = 0, seqlen_kv = 0;  // capacities
   int head_dim_v = 0;
@@ -64,9 +69,15 @@ struct DecodeParams {
   float transform_scale = 0;  // with softcap: 2 · log2(e) · softmax_scale / softcap
 };
 
+/// What a launch passes beside, for the copy engine.
+struct DecodeMaps {
+  CUtensorMap k, v;
+};
+
 /// Queues the kernel of one dtype of q, element width of the cache (0: 16-bit, 1: 8-bit) and tuning
 /// row. `e4m3` tells 8-bit caches from int8. Defined in decode_sm90.cuh, instantiated in inst/.
 template <DType kDType, int kWidth, int kRow>
-Status launch_decode_sm90(const DecodeParams& params, bool e4m3, unsigned blocks, void* stream);
+Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bool e4m3,
+                          unsigned blocks, void* stream);
 
 }  // namespace rafter::cuda

@@ -1,0 +1,452 @@
+// The warps of decode_sm90 that attend: each takes 16 keys of a tile and 8 query rows (beyond 8,
+// 16, 32 rows, 2, 4, 8 warps take the same keys and other rows).
+//   scores   Sᵀ[keys, rows] = K Qᵀ, so that 8 rows fill an instruction
+//   softmax  maximum over the lanes of a row, exp2, sum
+//   values   Oᵀ[D, rows] += Vᵀ Pᵀ
+// What a warp has after its tiles meets that of the others in shared memory.
+#pragma once
+
+#include "hw/cuda/barrier.cuh"
+#include "hw/cuda/mma.cuh"
+#include "hw/cuda/wgmma.cuh"
+#include "kernels/cuda/decode_sm90_units.cuh"
+
+namespace rafter::cuda {
+
+/// Two bytes of a cache, in the low half of `bytes`, as a pair of 16-bit values.
+template <DType kTo>
+__device__ inline std::uint32_t widen(std::uint32_t bytes, bool e4m3) {
+  std::uint32_t halves;
+  if (e4m3) {
+    asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}"
+        : "=r"(halves)
+        : "r"(bytes));
+  } else {
+    // Biased by 128 the bytes are the low mantissa bits of 1024 + x + 128.
+    const std::uint32_t biased = __byte_perm(bytes ^ 0x8080u, 0x64646464u, 0x4140);
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(biased), "r"(0x64806480u));
+  }
+  if constexpr (kTo == DType::f16) {
+    return halves;
+  } else {
+    float low, high;
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
+    return pack<kTo>(low, high);
+  }
+}
+
+template <DType kDType, int kWidth, int kRow>
+struct DecodeAttend {
+  using Shared = DecodeShared<kWidth, kRow>;
+  static constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
+  static constexpr bool kBytes = kWidth == 1;
+  static constexpr int kSteps = Shared::kD / 16;  // of 16 columns
+  static constexpr int kKeys = tiles::kDecodeBlockKeys, kRows = tiles::kDecodeBlockRows;
+  // An 8-bit V is exact in bf16, whose range holds p · factor; where q is f16 a second product adds
+  // what bf16 drops of p.
+  static constexpr DType kValues = kBytes ? DType::bf16 : kDType;
+  static constexpr bool kTwoProducts = kBytes && kDType == DType::f16;
+
+  const DecodeParams& params;
+  const bool e4m3;
+  const Shared shared;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const int g = lane / 4, t = lane % 4;
+
+  /// Among the warps of its keys.
+  __device__ int row_warp(const DecodeUnit& unit) const {
+    return warp & ((1 << unit.row_warps_log2) - 1);
+  }
+
+  /// This warp's rows of a unit. A thread has rows 2t and 2t + 1 in its scores, row g in q.
+  struct Rows {
+    std::uint32_t q[kSteps][2];
+    float o[kSteps][4];
+    float max[2], sum[2];
+    int first[2], last[2];  // keys that rows 2t and 2t + 1 see
+    std::uint64_t tree[2];  // of keys from tree_key on
+    int tree_key;
+  };
+
+  __device__ int row_of(const DecodeUnit& unit, int i) const {
+    return unit.row_block * Shared::kTileRows + row_warp(unit) * kRows + i;
+  }
+
+  __device__ static std::uint32_t shared_word(std::uint32_t address) {
+    std::uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+  }
+
+  /// Row g of the queries in words of two columns; zeros where there is none.
+  __device__ void read_queries(const DecodeUnit& unit, typename Shared::Ring& ring,
+                               Rows& rows) const {
+    const int local = row_warp(unit) * kRows + g;
+    const bool there = local < Shared::rows_of(params, unit);
+    const int bytes = there ? params.q.row_bytes : 0;
+    if (params.q.aligned) {
+      barrier_wait(shared.full(ring.slot), ring.turn);
+      const std::uint32_t from = shared.slot(ring.slot) + local * kShape.query_pitch();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int byte = query_byte(i, h);
+          rows.q[i][h] = byte < bytes ? shared_word(from + byte) : 0u;
+        }
+      }
+      release(ring.slot);
+      ring.next();
+      return;
+    }
+    const int position = row_of(unit, g) / params.group;
+    const std::int64_t outer = params.cu_seqlens_q.data != nullptr ? 0 : unit.batch;
+    const unsigned char* const source =
+        params.q.data + outer * params.q.stride_batch +
+        (unit.row_q + position) * params.q.stride_seqlen +
+        (unit.head * params.group + row_of(unit, g) - position * params.group) *
+            params.q.stride_heads;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        std::uint32_t word = 0;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int byte = query_byte(i, h) + 2 * e;
+          if (byte < bytes) {
+            word |= std::uint32_t{__ldg(reinterpret_cast<const std::uint16_t*>(source + byte))}
+                    << (16 * e);
+          }
+        }
+        rows.q[i][h] = word;
+      }
+    }
+  }
+
+  /// First byte of word h of step i in a row. 8-bit K gives a thread four columns in a row: q
+  /// follows.
+  __device__ int query_byte(int i, int h) const {
+    return 32 * i + (kBytes ? 8 * t + 4 * h : 16 * h + 4 * t);
+  }
+
+  /// No results yet.
+  __device__ void empty_rows(const DecodeUnit& unit, Rows& rows) const {
+    const int count = unit.seqlen_q * params.group;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        rows.o[i][e] = 0;
+      }
+    }
+    const auto mask = mask_of(params, unit.seqlen_q, unit.seqlen_kv);
+    rows.tree_key = unit.seqlen_kv - unit.seqlen_q;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int r = row_of(unit, 2 * t + e);
+      const auto keys = mask.row(r / params.group);
+      rows.first[e] = r < count ? keys.first : 0;
+      rows.last[e] = r < count ? keys.last : 0;
+      rows.max[e] = -INFINITY;
+      rows.sum[e] = 0;
+      rows.tree[e] = ~std::uint64_t{0};
+      if (params.tree_mask != nullptr && r < count) {
+        rows.tree[e] = params.tree_mask[unit.batch * params.tree_mask_batch + r / params.group];
+      }
+    }
+  }
+
+  /// Sᵀ of 16 keys and 8 rows.
+  __device__ void scores(const Rows& rows, std::uint32_t keys, int of, float (&s)[4]) const {
+    s[0] = s[1] = s[2] = s[3] = 0;
+    float odd[4] = {0, 0, 0, 0};  // two chains of products
+    const int r = of * kKeys + lane % 8 + lane / 8 % 2 * 8;
+    const int column = lane / 16;
+    if constexpr (!kBytes) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        std::uint32_t a[4];
+        load_matrices(a, keys + Shared::place(r, 2 * i + column));
+        mma_16_8_16<kDType>(i % 2 == 0 ? s : odd, a, rows.q[i][0], rows.q[i][1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; i += 2) {
+        std::uint32_t b[4];
+        load_matrices(b, keys + Shared::place(r, i + column));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const std::uint32_t a[4] = {
+              widen<kDType>(b[2 * h] & 0xffffu, e4m3), widen<kDType>(b[2 * h + 1] & 0xffffu, e4m3),
+              widen<kDType>(b[2 * h] >> 16, e4m3), widen<kDType>(b[2 * h + 1] >> 16, e4m3)};
+          mma_16_8_16<kDType>(h == 0 ? s : odd, a, rows.q[i + h][0], rows.q[i + h][1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[e] += odd[e];
+    }
+  }
+
+  /// Oᵀ += Vᵀ Pᵀ over 16 keys.
+  __device__ void add_values(Rows& rows, std::uint32_t keys, int of, std::uint32_t p0,
+                             std::uint32_t p1) const {
+    if constexpr (!kBytes) {
+      const int r = of * kKeys + lane % 8 + lane / 16 * 8;
+      const int column = lane / 8 % 2;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        std::uint32_t a[4];
+        load_matrices_transposed(a, keys + Shared::place(r, 2 * i + column));
+        mma_16_8_16<kValues>(rows.o[i], a, p0, p1);
+      }
+    } else {
+      const int r = of * kKeys + lane % 8 + lane / 8 % 2 * 8;
+      const int column = lane / 16;
+#pragma unroll
+      for (int i = 0; i < kSteps; i += 2) {
+        std::uint32_t b[4];
+        load_matrices_transposed(b, keys + Shared::place(r, i + column));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // Keys 2t and 2t + 1, columns 2g and 2g + 1 of each.
+          const std::uint32_t a[4] = {widen<kValues>(__byte_perm(b[2 * h], 0, 0x4420), e4m3),
+                                      widen<kValues>(__byte_perm(b[2 * h], 0, 0x4431), e4m3),
+                                      widen<kValues>(__byte_perm(b[2 * h + 1], 0, 0x4420), e4m3),
+                                      widen<kValues>(__byte_perm(b[2 * h + 1], 0, 0x4431), e4m3)};
+          mma_16_8_16<kValues>(rows.o[i + h], a, p0, p1);
+        }
+      }
+    }
+  }
+
+  /// Column of O of accumulator half `h` of step `i`.
+  __device__ int column_of(int i, int h) const { return 16 * i + (kBytes ? 2 * g + h : g + 8 * h); }
+
+  /// Factor of row g + 8 h of block `of` of a slot.
+  __device__ float scale_of(int slot, int of, int h) const {
+    return __uint_as_float(shared_word(shared.scales(slot) + (of * kKeys + g + 8 * h) * 4));
+  }
+
+  /// Scores of block `of` of a slot, masked and in log2 units; `first` is its first key.
+  __device__ void finish_scores(const Rows& rows, int slot, int of, int first,
+                                float (&s)[4]) const {
+    std::uint32_t present = ~0u;
+    if (params.page_size > 0) {
+      present = shared_word(shared.present(slot) + of * 4);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = first + g + 8 * h;
+      float scale = 1;
+      if constexpr (kBytes) {
+        scale = params.k.scale != nullptr ? scale_of(slot, of, h) : 1.0f;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& score = s[2 * h + e];
+        score *= scale;
+        if (params.transform_cap > 0) {  // tanh(x) = 1 − 2 / (e^2x + 1)
+          const float power = exp2_approx(score * params.transform_scale);
+          score = params.transform_cap * (1.0f - __fdividef(2.0f, power + 1.0f));
+        } else {
+          score *= params.scale_log2;
+        }
+        bool seen =
+            key >= rows.first[e] && key < rows.last[e] && (present >> (g + 8 * h) & 1u) != 0;
+        if (params.tree_mask != nullptr && key >= rows.tree_key) {
+          seen = seen && (rows.tree[e] >> (key - rows.tree_key) & 1u) != 0;
+        }
+        score = seen ? score : -INFINITY;
+      }
+    }
+  }
+
+  /// Scores become probabilities relative to the running maximum; sums and outputs follow.
+  __device__ static void softmax(Rows& rows, float (&s)[4]) {
+    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {  // over the lanes of a row
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
+      }
+    }
+    const bool grows = top[0] > rows.max[0] || top[1] > rows.max[1];
+    if (__any_sync(~0u, grows)) {
+      float factor[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float max = fmaxf(rows.max[e], top[e]);
+        factor[e] = max == -INFINITY ? 1.0f : exp2_approx(rows.max[e] - max);
+        rows.max[e] = max;
+        rows.sum[e] *= factor[e];
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          rows.o[i][e] *= factor[e % 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float finite = rows.max[e] == -INFINITY ? 0.0f : rows.max[e];
+      s[e] = exp2_approx(s[e] - finite);
+      s[2 + e] = exp2_approx(s[2 + e] - finite);
+      rows.sum[e] += s[e] + s[2 + e];
+    }
+  }
+
+  /// Pairs of probabilities become the operand of the next product.
+  __device__ static void operand(const float (&p)[4], std::uint32_t& p0, std::uint32_t& p1) {
+    p0 = transpose_matrix(pack<kValues>(p[0], p[1]));
+    p1 = transpose_matrix(pack<kValues>(p[2], p[3]));
+  }
+
+  __device__ void values(Rows& rows, int slot, int of, float (&p)[4]) const {
+    const std::uint32_t keys = shared.slot(slot);
+    if constexpr (kBytes) {
+      if (params.v.scale != nullptr) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float scale = scale_of(slot, of, h);
+          p[2 * h] *= scale;
+          p[2 * h + 1] *= scale;
+        }
+      }
+    }
+    std::uint32_t p0, p1;
+    operand(p, p0, p1);
+    add_values(rows, keys, of, p0, p1);
+    if constexpr (kTwoProducts) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[e] -= to_bf16_value(p[e]);
+      }
+      operand(p, p0, p1);
+      add_values(rows, keys, of, p0, p1);
+    }
+  }
+
+  /// The value that pack<bf16> gives.
+  __device__ static float to_bf16_value(float x) {
+    return __uint_as_float(pack<DType::bf16>(0.0f, x) & 0xffff0000u);
+  }
+
+  /// Partial results meet in shared memory.
+  __device__ void exchange(const DecodeUnit& unit, const Rows& rows) const {
+    const int rows_here = Shared::rows_of(params, unit) - row_warp(unit) * kRows;  // of this warp
+    float sum[2] = {rows.sum[0], rows.sum[1]};
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum[e] += __shfl_xor_sync(~0u, sum[e], step);
+      }
+    }
+    // Slot of a row: those of the warps of other keys follow those of other rows.
+    const int first = warp * kRows;
+    float* const o = shared.exchange_o();
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int r = 2 * t + e;
+      if (r < rows_here) {
+        if (g == 0) {
+          shared.exchange_state()[first + r] = {rows.max[e], sum[e]};
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          o[Shared::exchange_place(first + r, column_of(i, 0))] = rows.o[i][e];
+          o[Shared::exchange_place(first + r, column_of(i, 1))] = rows.o[i][2 + e];
+        }
+      }
+    }
+  }
+
+  /// Rows of V that no row of the sequence sees: 0 · NaN would be NaN.
+  __device__ void clear_foreign(const DecodeUnit& unit, int slot, int of, int first) const {
+    if (first >= unit.first_key && first + kKeys <= unit.end_key) {
+      return;
+    }
+    const int key = first + lane % kKeys;
+    if (key < unit.first_key || key >= unit.end_key) {
+      const std::uint32_t at = shared.slot(slot);
+#pragma unroll 1
+      for (int chunk = lane / kKeys; chunk < 8 * kShape.panels(); chunk += 2) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         at + Shared::place(of * kKeys + lane % kKeys, chunk)),
+                     "r"(0)
+                     : "memory");
+      }
+      fence_shared_to_async();  // the copy engine writes there next
+    }
+    __syncwarp();
+  }
+
+  /// This warp has read a slot.
+  __device__ void release(int slot) const {
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(shared.empty(slot));
+    }
+  }
+
+  /// One tile: the blocks of 16 keys of the warps of the group, which all of them take.
+  __device__ void step(const DecodeUnit& unit, Rows& rows, typename Shared::Ring& ring,
+                       int tile) const {
+    const int k_slot = ring.slot;
+    barrier_wait(shared.full(k_slot), ring.turn);
+    ring.next();
+    const int v_slot = ring.slot;
+    const int first = warp - row_warp(unit), end = first + (1 << unit.row_warps_log2);
+#pragma unroll 1
+    for (int of = first; of < end; ++of) {
+      const int first_key = tile * kShape.tile_keys() + of * kKeys;
+      float s[4];
+      scores(rows, shared.slot(k_slot), of, s);
+      finish_scores(rows, k_slot, of, first_key, s);
+      if (of + 1 == end) {
+        release(k_slot);
+      }
+      softmax(rows, s);
+      if (of == first) {
+        barrier_wait(shared.full(v_slot), ring.turn);
+      }
+      clear_foreign(unit, v_slot, of, first_key);
+      values(rows, v_slot, of, s);
+    }
+    release(v_slot);
+    ring.next();
+  }
+
+  __device__ void run() const {
+    typename Shared::Ring ring;
+#pragma unroll 1
+    for (std::uint32_t count = 0;; ++count) {
+      const DecodeUnit unit = shared.control.take(count);
+      if (unit.batch < 0) {
+        break;
+      }
+      Rows rows;
+      read_queries(unit, ring, rows);
+      empty_rows(unit, rows);
+#pragma unroll 1
+      for (int tile = unit.first_tile; tile < unit.end_tile; tile += unit.parts) {
+        step(unit, rows, ring, tile);
+      }
+      named_barrier_sync(Shared::kTaken, Shared::kMeeting);
+      exchange(unit, rows);
+      named_barrier_arrive(Shared::kWritten, Shared::kMeeting);
+      shared.control.release(count);
+    }
+    named_barrier_sync(Shared::kTaken, Shared::kMeeting);  // pairs with the last arrival
+  }
+};
+
+}  // namespace rafter::cuda
