@@ -9,7 +9,7 @@
 
 namespace rafter::python {
 
-/// What rafter/_arrays.py names TORCH_DTYPES, in that order.
+/// The dtypes that quick_torch() in rafter/_arrays.py lists, in that order.
 enum class TorchDtype : std::uint8_t { f32, f16, bf16, uint8 };
 
 /// An uninitialised tensor on the device of the place and of its library's current stream, with

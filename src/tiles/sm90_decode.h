@@ -20,8 +20,8 @@ inline constexpr int kDecodeMostLoadWarps = 4;
 inline constexpr int kDecodePanelBytes = 128;
 /// Fewest rows of a box of the copy engine: what the swizzle repeats after.
 inline constexpr int kDecodeBoxRows = 8;
-/// Units of work that a CTA knows, and how many ahead of the one that is finished; as many behind
-/// may wait for parts in other CTAs.
+/// Units of work that a CTA knows, and how many ahead of the one that is finished; up to four
+/// behind it wait to be announced or looked at.
 inline constexpr int kDecodeUnitRing = 16, kDecodeUnitsAhead = 3;
 
 /// One instantiation: widths of the rows of K and V in shared memory, warps, and depth of the ring.
@@ -64,8 +64,7 @@ struct Sm90DecodeRow {
 
 inline constexpr int kSm90DecodeRowCount = 3;
 inline constexpr Sm90DecodeRow kSm90DecodeRows[2][kSm90DecodeRowCount] = {
-    // 128 KiB in flight on an SM, which has one CTA; with more, what else is asked of the memory
-    // waits
+    // 128 KiB in flight on an SM, which has one CTA; beyond that fences and instructions wait
     // longer
     {{64, 2, 8, 8}, {128, 2, 8, 4}, {256, 2, 4, 4}},
     // 8-bit caches
@@ -75,8 +74,7 @@ inline constexpr int kDecodeMostSlots = 8;
 constexpr bool sm90_decode_rows_fit() {
   for (const auto& rows : kSm90DecodeRows) {
     for (const Sm90DecodeRow& row : rows) {
-      if (row.slots > kDecodeMostSlots ||
-          row.shared_bytes() + 1344 > 227 * 1024) {  // and what is static
+      if (row.slots > kDecodeMostSlots || row.shared_bytes() > 227 * 1024) {
         return false;
       }
     }
@@ -104,8 +102,8 @@ constexpr int sm90_decode_least_parts(std::int64_t heads_kv) {
   return static_cast<int>(parts);
 }
 /// Parts of `tiles` key tiles of a sequence, one unit of work each for every KV head and block of
-/// query rows; at least 1, of two tiles or more. `forced` > 0 asks for so many, of which none is
-/// empty.
+/// query rows; at least 1, of two tiles on average or more. `forced` > 0 asks for so many, of which
+/// none is empty.
 constexpr int sm90_decode_parts(int tiles, int least, int forced) {
   return std::max(1, forced > 0 ? std::min(tiles, forced) : std::min((tiles + 1) / 2, least));
 }

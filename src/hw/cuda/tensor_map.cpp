@@ -84,7 +84,7 @@ Status make_tensor_map(const char* name, const TensorView& tensor, int box_rows,
                              static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   // The copy moves bits: types of one width share one element type here.
-  // A tensor without elements is never read, but its map must have an address.
+  // The map of a tensor without elements must have an address and sizes of 1: read it outside them.
   void* const data = tensor.data != nullptr ? tensor.data : reinterpret_cast<void*>(4096);
   const CUresult code = encode(
       &result.map, bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,

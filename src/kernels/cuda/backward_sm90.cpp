@@ -103,10 +103,7 @@ Acceptance accepts(const KernelProblem& problem) {
       slots_of(p) * p.heads_q >= std::numeric_limits<std::int32_t>::max() / kMostParts) {
     return Acceptance::refuse("more than 2^29 rows, or 2^27 query tiles");
   }
-  // machine_has() has looked at device 0
-  std::string reason =
-      problem.device_index == 0 ? std::string() : cuda::why_not_sm90(problem.device_index);
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+  return cuda::accepts_sm90_device(problem);
 }
 
 std::int64_t workspace(const KernelProblem& problem) { return places_of(problem.attention).total; }

@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(
   using Shared = DecodeShared<kWidth, kRow>;
   using Load = DecodeLoad<kWidth, kRow>;
   constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
+  static_assert(kShape.shared_bytes() + sizeof(DecodeControl) <= 227 * 1024);
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;
   if (threadIdx.x == 0) {

@@ -1,8 +1,8 @@
 // Four warps of decode_sm90 finish what the others leave in shared memory: the results of the warps
 // of a unit are merged and written out or, where the unit is one of several parts, to the
-// workspace; the last CTA to arrive merges the parts in their order. Arrival is a word per part,
-// equal to the id of the launch: the workspace needs no preparation. Should two CTAs merge they
-// would write the same bits. One of the warps finds the units for all.
+// workspace; who sees that all parts of a head have arrived merges them in their order. Arrival is
+// a word per part and finishing warp, equal to the id of the launch: the workspace needs no
+// preparation. Should two CTAs merge they write the same bits. One of the warps finds the units.
 #pragma once
 
 #include "hw/cuda/barrier.cuh"
@@ -265,6 +265,7 @@ struct DecodeFinish {
       }
       // The last units of all CTAs end together: asking who merges takes longer than merging.
       if (__all_sync(~0u, all) && (!more || claims(unit))) {
+        __syncwarp();  // what one lane has acquired, all may read
         merge_parts(unit);
         forget_arrivals(unit);
       }
@@ -279,9 +280,7 @@ struct DecodeFinish {
     if (lane == 0) {
       before = atomicExch(reinterpret_cast<unsigned long long*>(claim_of(unit)), params.launch_id);
     }
-    before = __shfl_sync(~0u, before, 0);
-    __syncwarp();  // what one lane has acquired, all may read
-    return before != params.launch_id;
+    return __shfl_sync(~0u, before, 0) != params.launch_id;
   }
 
   /// A graph runs again under the same id.

@@ -140,6 +140,7 @@ struct DecodeLoad {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.present(slot) + block * 4), "r"(word)
                    : "memory");
     }
+    __syncwarp();  // one lane may arrive for all
   }
 
   __device__ void copy_scale(const DecodeCache& cache, const DecodeUnit& unit, std::uint32_t to,
@@ -162,7 +163,7 @@ struct DecodeLoad {
     if (rows.touches) {
       const int panel = lane % kPanels;
       const int outer = rows.there ? static_cast<int>(rows.outer) * cache.outer_step
-                                   : (params.page_size > 0 ? params.num_pages : 0);
+                                   : (params.page_size > 0 ? max(params.num_pages, 1) : 0);
       tma_load(shared.slot(slot) + panel * kShape.panel_bytes() + lane / kPanels * box_bytes, map,
                shared.full(slot), panel * (tiles::kDecodePanelBytes / (kBytes ? 1 : 2)), rows.inner,
                unit.head * cache.heads_step, outer);

@@ -7,7 +7,7 @@
 
 namespace rafter::cuda {
 
-/// One query tile, as the producer tells it to the consumers.
+/// One query tile, as the planner tells it to the others.
 struct TileWork {
   int batch = -1;  // −1: no more tiles
   int head = 0;

@@ -29,9 +29,7 @@ Acceptance accepts(const KernelProblem& problem, Pipeline pipeline) {
   if (longest >= kMaxLength || !score_sizes(problem, pipeline)) {
     return Acceptance::refuse("more than 2^29 rows, or scores beyond 2^63 bytes");
   }
-  std::string reason =
-      problem.device_index == 0 ? std::string() : why_not_sm90(problem.device_index);
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
+  return accepts_sm90_device(problem);
 }
 
 std::int64_t workspace(const KernelProblem& problem, Pipeline pipeline) {
