@@ -70,8 +70,9 @@ struct SessionState;
 /// A model's weights on a device. Copies share them.
 class Transformer {
  public:
-  /// Weights uniform with a variance of 1 / cols (norms in (−1, 1)), a hash of the seed, the
-  /// parameter and the place: the same bits on every device. Errors: unsupported (a dtype that the
+  /// Matrices uniform with a variance of 1 / cols; norms, biases and the embedding uniform in
+  /// (−1, 1). Each is a hash of the seed, the parameter and the place: the same bits on every
+  /// device. Errors: unsupported (a dtype that the
   /// device has no product in), device_error (memory).
   static Result<Transformer> random(const TransformerConfig& config, std::uint64_t seed,
                                     const Device& device, std::optional<DType> dtype = {});
@@ -122,13 +123,14 @@ struct StepOperation {
 /// for use by several threads at once. Copies share all of it.
 class TransformerSession {
  public:
-  /// Allocates the cache and the buffers of a decode step. Errors: invalid_argument names the
-  /// option; unsupported (no kernel for the model's attention); device_error (memory).
+  /// Allocates the cache; a step's buffers come with the first step of its phase, which is what
+  /// says when no kernel has the model's attention. Errors: invalid_argument names the option;
+  /// device_error (memory).
   static Result<TransformerSession> make(const Transformer& model, const SessionOptions& options);
 
   /// Begins as many sequences as there are prompts, in place of those before, and computes logits.
   /// Errors: invalid_argument names the prompt that is empty or too long, or the token that the
-  /// vocabulary does not have.
+  /// vocabulary does not have. After unsupported or device_error there are no sequences.
   Status prefill(std::span<const std::vector<std::int32_t>> prompts);
   /// One more token of each sequence. On CUDA the step is captured in a graph at its first use and
   /// replayed. Errors: as prefill(); a sequence that is full.

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "base/checked.h"
 
@@ -255,6 +254,27 @@ Status check_tokens(const char* name, std::span<const std::int32_t> tokens, cons
   return Status::ok();
 }
 
+/// A phase that is not set up: nothing of it is queued until it is set up again.
+void forget(Step& step) {
+  step.plan.reset();
+  step.operations.clear();
+}
+
+/// Plan, buffers and operations of a step whose shapes are given: all of them, or none.
+Status set_up(const SessionState& state, Step& step) {
+  forget(step);
+  step.places = places_of(step);
+  if (Status s = make_plan(state, step); !s) {
+    return s;
+  }
+  if (Status s = make_buffers(state, step); !s) {
+    forget(step);
+    return s;
+  }
+  step.operations = transformer::operations_of(state, step);
+  return Status::ok();
+}
+
 /// A decode step for as many sequences as there are. A buffer that had to grow, or another plan,
 /// makes the graph one of yesterday's.
 Status set_up_decode(SessionState& state) {
@@ -267,17 +287,38 @@ Status set_up_decode(SessionState& state) {
   step.phase = Phase::decode;
   step.tokens = step.logit_rows = batch;
   step.lengths.assign(static_cast<std::size_t>(batch), 1);
-  step.places = places_of(step);
-  if (Status s = make_plan(state, step); !s) {
-    return s;
-  }
-  Status made = make_buffers(state, step);
-  step.operations = transformer::operations_of(state, step);
-  return made;
+  return set_up(state, step);
 }
 
 Status upload_decode(SessionState& state, const std::vector<std::int32_t>& tokens) {
   return upload_indices(state, state.decode, tokens, state.lengths);
+}
+
+/// No sequences, and no step that could be queued: later calls refuse.
+void end_sequences(SessionState& state) {
+  state.lengths.clear();
+  state.graph.reset();
+  forget(state.prefill);
+  forget(state.decode);
+}
+
+/// The pages, buffers and indices of a prefill whose shapes are given. A decode step that was set
+/// up stays so only if it is of as many sequences.
+Status begin_sequences(SessionState& state, const std::vector<std::int32_t>& tokens) {
+  Step& step = state.prefill;
+  step.phase = Phase::prefill;
+  if (state.decode.sequences() != step.sequences()) {
+    state.graph.reset();
+    forget(state.decode);
+  }
+  if (Status s = assign_pages(state, step.lengths, step.first_pages); !s) {
+    return s;
+  }
+  if (Status s = set_up(state, step); !s) {
+    return s;
+  }
+  const std::vector<std::int64_t> before(static_cast<std::size_t>(step.sequences()), 0);
+  return upload_indices(state, step, tokens, before);
 }
 
 Status queue_step(const Step& step, Stream stream) {
@@ -339,25 +380,16 @@ Status TransformerSession::prepare_prefill(std::span<const std::vector<std::int3
     return s;
   }
   Step& step = state.prefill;
-  step.phase = Phase::prefill;
   step.tokens = static_cast<std::int64_t>(tokens.size());
   step.lengths = lengths;
   step.logit_rows = o.all_logits ? step.tokens : step.sequences();
-  if (Status s = assign_pages(state, lengths, step.first_pages); !s) {
+  if (Status s = begin_sequences(state, tokens); !s) {
+    end_sequences(state);
     return s;
   }
-  step.places = places_of(step);
-  if (Status s = make_plan(state, step); !s) {
-    return s;
-  }
-  if (Status s = make_buffers(state, step); !s) {
-    return s;
-  }
-  step.operations = transformer::operations_of(state, step);
   state.lengths = std::move(lengths);
   state.last = Phase::prefill;
-  return upload_indices(state, step, tokens,
-                        std::vector<std::int64_t>(static_cast<std::size_t>(step.sequences()), 0));
+  return Status::ok();
 }
 
 Status TransformerSession::prefill(std::span<const std::vector<std::int32_t>> prompts) {
@@ -382,11 +414,14 @@ Status TransformerSession::decode(std::span<const std::int32_t> tokens) {
           fmt::format("up to max_seqlen = {}", state.options.max_seqlen));
     }
   }
-  for (Status s :
-       {state.wait(), set_up_decode(state), upload_decode(state, {tokens.begin(), tokens.end()})}) {
-    if (!s) {
-      return s;
-    }
+  if (Status s = state.wait(); !s) {
+    return s;
+  }
+  if (Status s = set_up_decode(state); !s) {
+    return s;
+  }
+  if (Status s = upload_decode(state, {tokens.begin(), tokens.end()}); !s) {
+    return s;
   }
   state.last = Phase::decode;
   if (!state.clock) {
@@ -418,7 +453,7 @@ Status TransformerSession::decode(std::span<const std::int32_t> tokens) {
 
 Result<std::vector<float>> TransformerSession::logits() const {
   const Step& step = state_->step(state_->last);
-  if (!step.buffers.logits) {
+  if (!step.plan) {
     return Status::invalid_argument("logits", "no step", "those of a step that ran are");
   }
   if (Status s = state_->wait(); !s) {
@@ -464,11 +499,15 @@ Status TransformerSession::assume_context(std::int64_t batch, std::int64_t lengt
   }
   state.lengths.assign(static_cast<std::size_t>(batch), length);
   std::vector<std::int64_t> first_pages;
-  if (Status s = assign_pages(state, state.lengths, first_pages); !s) {
-    return s;
+  Status ready = assign_pages(state, state.lengths, first_pages);
+  if (ready) {
+    ready = set_up_decode(state);
   }
-  Status ready = set_up_decode(state);
-  return ready ? rewind() : ready;
+  if (!ready) {
+    end_sequences(state);
+    return ready;
+  }
+  return rewind();
 }
 
 Status TransformerSession::rewind() const {

@@ -71,8 +71,7 @@ struct SessionState {
   std::vector<std::int64_t> lengths;  // tokens in the cache
   Phase last = Phase::prefill;        // whose logits are asked for
   std::optional<DeviceClock> clock;   // CUDA: its stream
-  std::optional<DeviceGraph> graph;   // of a decode step of graph_batch sequences
-  std::int64_t graph_batch = 0;
+  std::optional<DeviceGraph> graph;   // of the decode step as it is set up
 
   const ModelConfig& shape() const { return model.config().model; }
   std::int64_t pages() const { return options.max_batch * page_columns; }

@@ -61,7 +61,8 @@ class Builder {
   std::int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }
   TensorView qkv() const { return view(b().qkv, qkv_cols()); }
 
-  /// Adds an operation; `run(device, stream)` queues it.
+  /// Adds an operation; `run(device, stream)` queues it. One launch is counted, though a product of
+  /// 5 to 256 rows may take two.
   template <typename Run>
   void add(std::string name, std::string kernel, Cost cost, Run run) {
     cost.launches = 1;
@@ -165,11 +166,14 @@ class Builder {
             o_bias.storage ? &o_bias : nullptr);
   }
 
-  /// Unfused: q and k turn in place.
+  /// Unfused: q and k turn in place. A decoded token's position is the length before it, which
+  /// every run of the step lengthens.
   void turn() {
     const TensorView heads =
         heads_of(columns(qkv(), 0, q_cols() + kv_cols()), m_.heads_q + m_.heads_kv, m_.head_dim);
-    const IndexView positions = indices_of(step_, step_.places.positions, n_);
+    const IndexPlaces& places = step_.places;
+    const IndexView positions =
+        indices_of(step_, step_.phase == Phase::decode ? places.before : places.positions, n_);
     const Rope tables = state_->rope();
     add("rope", "rope", pointwise_cost(static_cast<double>(heads.elements()), 1, 1, 3, dtype_),
         [=](const Device& device, Stream stream) {
