@@ -24,21 +24,10 @@ struct Wanted {
 };
 
 Status check_tensor(const Wanted& wanted) {
-  const api::View view = api::view_of(wanted.name, *wanted.tensor);
-  if (wanted.tensor->dtype != wanted.dtype) {
-    return Status::invalid_argument(std::string(wanted.name) + ".dtype",
-                                    to_string(wanted.tensor->dtype), to_string(wanted.dtype));
-  }
-  if (Status s = api::check_shape(view, wanted.shape); !s) {
-    return s;
-  }
-  if (Status s = api::check_head_dim_stride(*wanted.tensor, wanted.name, false); !s) {
-    return s;
-  }
-  if (Status s = api::check_memory(view); !s) {
-    return s;
-  }
-  return wanted.is_output ? api::check_no_self_overlap(view) : Status::ok();
+  Status s = api::check_tensor(wanted.name, *wanted.tensor, wanted.dtype, wanted.shape);
+  return s && wanted.is_output
+             ? api::check_no_self_overlap(api::view_of(wanted.name, *wanted.tensor))
+             : s;
 }
 
 Status check_sizes(const AppendInputs& in, const AppendOutputs& out) {
@@ -83,33 +72,20 @@ Status check_dtypes(const AppendInputs& in, const AppendOutputs& out) {
   return Status::ok();
 }
 
+/// RoPE may be left out, and then all of it.
 Status check_rope(const AppendInputs& in) {
   const Rope& rope = in.rope;
-  if (rope.rotary_dim < 0 || rope.rotary_dim > in.k.head_dim || rope.rotary_dim % 2 != 0) {
-    return Status::invalid_argument("rope.rotary_dim", text(rope.rotary_dim),
-                                    "an even number up to head_dim = " + text(in.k.head_dim));
+  if (rope.rotary_dim != 0) {
+    return api::check_rope(rope, in.k.head_dim);
   }
-  if (rope.rotary_dim == 0) {
-    if (rope.cos != nullptr || rope.sin != nullptr || rope.max_position != 0 ||
-        rope.pairs != Rope::Pairs::half_split) {
-      return Status::invalid_argument("rope.rotary_dim", "0, with tables, positions or pairs",
-                                      "an even number above 0, or nothing else of rope");
-    }
-    return in.q.data == nullptr
-               ? Status::ok()
-               : Status::invalid_argument("q", "a tensor", "none without rope (it would not turn)");
+  if (rope.cos != nullptr || rope.sin != nullptr || rope.max_position != 0 ||
+      rope.pairs != Rope::Pairs::half_split) {
+    return Status::invalid_argument("rope.rotary_dim", "0, with tables, positions or pairs",
+                                    "an even number above 0, or nothing else of rope");
   }
-  if (rope.max_position < 0) {
-    return Status::invalid_argument("rope.max_position", text(rope.max_position), "0 or more");
-  }
-  const std::pair<const char*, const float*> tables[] = {{"rope.cos", rope.cos},
-                                                         {"rope.sin", rope.sin}};
-  for (const auto& [name, table] : tables) {
-    if (table == nullptr && rope.max_position > 0) {
-      return Status::invalid_argument(name, "null", "a table [max_position, rotary_dim / 2]");
-    }
-  }
-  return Status::ok();
+  return in.q.data == nullptr
+             ? Status::ok()
+             : Status::invalid_argument("q", "a tensor", "none without rope (it would not turn)");
 }
 
 /// Factors of a quantised cache are given or computed; int8 wants one of them.

@@ -128,6 +128,36 @@ Status check_head_dim_stride(const TensorView& t, const char* name, bool any_str
   return Status::ok();
 }
 
+Status check_tensor(const char* name, const TensorView& tensor, DType dtype, const Shape& shape) {
+  if (tensor.dtype != dtype) {
+    return Status::invalid_argument(std::string(name) + ".dtype", to_string(tensor.dtype),
+                                    to_string(dtype));
+  }
+  const View view = view_of(name, tensor);
+  if (Status s = check_shape(view, shape); !s) {
+    return s;
+  }
+  if (Status s = check_head_dim_stride(tensor, name, false); !s) {
+    return s;
+  }
+  return check_memory(view);
+}
+
+Status check_rope(const Rope& rope, std::int64_t head_dim) {
+  if (rope.rotary_dim < 2 || rope.rotary_dim > head_dim || rope.rotary_dim % 2 != 0) {
+    return Status::invalid_argument("rope.rotary_dim", text(rope.rotary_dim),
+                                    "an even number from 2 to head_dim = " + text(head_dim));
+  }
+  if (rope.max_position < 0) {
+    return Status::invalid_argument("rope.max_position", text(rope.max_position), "0 or more");
+  }
+  if ((rope.cos == nullptr || rope.sin == nullptr) && rope.max_position > 0) {
+    return Status::invalid_argument(rope.cos == nullptr ? "rope.cos" : "rope.sin", "null",
+                                    "a table [max_position, rotary_dim / 2]");
+  }
+  return Status::ok();
+}
+
 Status check_dtype_of(const TensorView& t, const char* name, DType dtype, bool or_f32) {
   if (t.dtype == dtype || (or_f32 && t.dtype == DType::f32)) {
     return Status::ok();

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "rafter/attention.h"
+#include "rafter/cache.h"
 
 namespace rafter::api {
 
@@ -60,6 +61,10 @@ Shapes shapes_of(const AttentionProblem& problem);
 
 Status check_shape(const View& view, const Shape& wanted);
 Status check_head_dim_stride(const TensorView& tensor, const char* name, bool any_stride);
+/// Dtype, shape, contiguous head_dim, memory.
+Status check_tensor(const char* name, const TensorView& tensor, DType dtype, const Shape& shape);
+/// Of an operation that turns heads: its dims and tables.
+Status check_rope(const Rope& rope, std::int64_t head_dim);
 /// The dtype of the problem, or f32 where `or_f32`.
 Status check_dtype_of(const TensorView& tensor, const char* name, DType dtype, bool or_f32);
 Status check_workspace(Workspace workspace, std::int64_t bytes);

@@ -58,23 +58,6 @@ Status check_float(const char* name, const TensorView& tensor) {
   return Status::ok();
 }
 
-/// Dtype, shape, contiguous head_dim, memory.
-Status check_tensor(const char* name, const TensorView& tensor, DType dtype,
-                    const api::Shape& shape) {
-  if (tensor.dtype != dtype) {
-    return Status::invalid_argument(std::string(name) + ".dtype", to_string(tensor.dtype),
-                                    to_string(dtype));
-  }
-  const api::View view = api::view_of(name, tensor);
-  if (Status s = api::check_shape(view, shape); !s) {
-    return s;
-  }
-  if (Status s = api::check_head_dim_stride(tensor, name, false); !s) {
-    return s;
-  }
-  return api::check_memory(view);
-}
-
 api::Shape shape_of(const TensorView& t) { return {{t.batch, t.seqlen, t.heads, t.head_dim}}; }
 
 /// An output apart from an input, or (where `in_place`) the same elements.
@@ -133,36 +116,19 @@ Status check_rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out) {
     return Status::invalid_argument("eps", std::to_string(in.eps), "0 to 1");
   }
   Status checked = model::first_error(
-      check_float("x", in.x), check_tensor("x", in.x, dtype, shape),
-      check_tensor("weight", in.weight, dtype, {{1, 1, 1, in.x.head_dim}}),
-      check_tensor("y", out.y, dtype, shape), check_output({"y", out.y}, {{"x", in.x}}, true),
+      check_float("x", in.x), api::check_tensor("x", in.x, dtype, shape),
+      api::check_tensor("weight", in.weight, dtype, {{1, 1, 1, in.x.head_dim}}),
+      api::check_tensor("y", out.y, dtype, shape), check_output({"y", out.y}, {{"x", in.x}}, true),
       check_output({"y", out.y}, {{"weight", in.weight}}, false));
   if (!checked || !adds) {
     return checked;
   }
   return model::first_error(
-      check_tensor("residual", in.residual, dtype, shape),
-      check_tensor("sum", out.sum, dtype, shape),
+      api::check_tensor("residual", in.residual, dtype, shape),
+      api::check_tensor("sum", out.sum, dtype, shape),
       check_output({"sum", out.sum}, {{"x", in.x}, {"residual", in.residual}}, true),
       check_output({"sum", out.sum}, {{"weight", in.weight}, {"y", out.y}}, false),
       check_output({"y", out.y}, {{"residual", in.residual}}, true));
-}
-
-Status check_rope(const Rope& rope, std::int64_t head_dim) {
-  if (rope.rotary_dim < 2 || rope.rotary_dim > head_dim || rope.rotary_dim % 2 != 0) {
-    return Status::invalid_argument(
-        "rope.rotary_dim", std::to_string(rope.rotary_dim),
-        "an even number from 2 to head_dim = " + std::to_string(head_dim));
-  }
-  if (rope.max_position < 0) {
-    return Status::invalid_argument("rope.max_position", std::to_string(rope.max_position),
-                                    "0 or more");
-  }
-  if ((rope.cos == nullptr || rope.sin == nullptr) && rope.max_position > 0) {
-    return Status::invalid_argument(rope.cos == nullptr ? "rope.cos" : "rope.sin", "null",
-                                    "a table [max_position, rotary_dim / 2]");
-  }
-  return Status::ok();
 }
 
 Status check_linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
@@ -170,11 +136,14 @@ Status check_linear(const LinearInputs& in, const TensorView& out, Workspace wor
   const std::int64_t m = in.x.seqlen, k = in.x.head_dim, n = in.weight.seqlen;
   const DType dtype = in.x.dtype;
   const bool has_bias = in.bias.data != nullptr;
-  Status checked =
-      model::first_error(check_float("x", in.x), check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
-                         check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
+  Status checked = model::first_error(
+      check_float("x", in.x), api::check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
+      api::check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
   if (!checked) {
     return checked;
+  }
+  if (k == 0) {
+    return Status::invalid_argument("x.head_dim", "0", "1 or more");
   }
   if (in.weight.seqlen > 1 && in.weight.stride_seqlen != k) {
     return Status::invalid_argument("weight.stride_seqlen", std::to_string(in.weight.stride_seqlen),
@@ -182,8 +151,8 @@ Status check_linear(const LinearInputs& in, const TensorView& out, Workspace wor
   }
   const bool f32 = out.dtype == DType::f32 && !has_bias;
   checked = model::first_error(
-      check_tensor("out", out, f32 ? DType::f32 : dtype, {{1, m, 1, n}}),
-      has_bias ? check_tensor("bias", in.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
+      api::check_tensor("out", out, f32 ? DType::f32 : dtype, {{1, m, 1, n}}),
+      has_bias ? api::check_tensor("bias", in.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
       check_output({"out", out}, {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}}, false),
       api::check_workspace(workspace, linear_workspace_bytes(device)));
   if (!checked) {
@@ -228,9 +197,9 @@ Status pointwise(Pointwise function, const TensorView& a, const TensorView& b,
   }
   const api::Shape shape = shape_of(a);
   Status checked = model::first_error(
-      check_float("a", a), check_tensor("a", a, a.dtype, shape),
-      one ? Status::ok() : check_tensor("b", b, a.dtype, shape),
-      check_tensor("out", out, a.dtype, shape), check_output({"out", out}, {{"a", a}}, true),
+      check_float("a", a), api::check_tensor("a", a, a.dtype, shape),
+      one ? Status::ok() : api::check_tensor("b", b, a.dtype, shape),
+      api::check_tensor("out", out, a.dtype, shape), check_output({"out", out}, {{"a", a}}, true),
       one ? Status::ok() : check_output({"out", out}, {{"b", b}}, true));
   return checked ? (*layers)->pointwise({function, a, b, out, {device.index, stream}}) : checked;
 }
@@ -242,10 +211,10 @@ Status rope(const TensorView& x, const IndexView& positions, const Rope& rope,
     return layers.status();
   }
   const api::Shape shape = {{1, x.seqlen, x.heads, x.head_dim}};
-  Status checked = model::first_error(check_float("x", x), check_tensor("x", x, x.dtype, shape),
-                                      check_tensor("out", out, x.dtype, shape),
-                                      check_output({"out", out}, {{"x", x}}, true),
-                                      check_rope(rope, x.head_dim));
+  Status checked = model::first_error(
+      check_float("x", x), api::check_tensor("x", x, x.dtype, shape),
+      api::check_tensor("out", out, x.dtype, shape), check_output({"out", out}, {{"x", x}}, true),
+      api::check_rope(rope, x.head_dim));
   if (checked) {
     checked = check_rows("positions", positions, x.seqlen, rope.max_position, device);
   }
@@ -260,8 +229,8 @@ Status gather(const TensorView& table, const IndexView& rows, const TensorView& 
   }
   Status checked = model::first_error(
       check_float("table", table),
-      check_tensor("table", table, table.dtype, {{1, table.seqlen, 1, table.head_dim}}),
-      check_tensor("out", out, table.dtype, {{1, rows.size, 1, table.head_dim}}),
+      api::check_tensor("table", table, table.dtype, {{1, table.seqlen, 1, table.head_dim}}),
+      api::check_tensor("out", out, table.dtype, {{1, rows.size, 1, table.head_dim}}),
       check_output({"out", out}, {{"table", table}}, false));
   if (checked) {
     checked = check_rows("rows", rows, rows.size, table.seqlen, device);

@@ -244,6 +244,8 @@ TEST(Layers, RefuseWhatDoesNotFitByName) {
             "weight.head_dim");
   EXPECT_EQ(linear({.x = x.view(), .weight = row.view()}, y.view(), {}, cpu).parameter(),
             "out.head_dim");
+  const TensorView none = columns(x.view(), 0, 0);  // a sum of nothing
+  EXPECT_EQ(linear({.x = none, .weight = none}, y.view(), {}, cpu).parameter(), "x.head_dim");
   EXPECT_EQ(fill_uniform(y.view(), 1, 0.0f, cpu).parameter(), "bound");
   EXPECT_EQ(fill_uniform(columns(y.view(), 0, 4), 1, 1.0f, cpu).parameter(), "out");
   EXPECT_EQ(advance({nullptr, 2}, 1, cpu).parameter(), "counts");

@@ -105,8 +105,12 @@ Status gather(const GatherCall& call) {
 /// Products of so few rows leave SMs idle unless k is cut as well.
 constexpr std::int64_t kFewRows = 256;
 
+bool takes_vector_rows(std::int64_t rows, DType dtype) {
+  return rows <= cuda::kMostVectorRows && dtype != DType::f32;
+}
+
 const char* linear_kernel(std::int64_t rows, DType dtype) {
-  return rows <= cuda::kMostVectorRows && dtype != DType::f32 ? "vector_rows" : "cublaslt";
+  return takes_vector_rows(rows, dtype) ? "vector_rows" : "cublaslt";
 }
 
 /// Loads of 16 bytes; sizes and strides are multiples of eight elements.
@@ -132,7 +136,7 @@ Status linear(const LinearCall& call) {
     return s;
   }
   return on_device(call.place, x.elements() * n, [&](void* stream) {
-    if (x.seqlen <= cuda::kMostVectorRows && x.dtype != DType::f32) {
+    if (takes_vector_rows(x.seqlen, x.dtype)) {
       return cuda::launch_vector_rows({.x = x.data,
                                        .weight = call.in.weight.data,
                                        .bias = call.in.bias.data,

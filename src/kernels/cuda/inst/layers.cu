@@ -27,7 +27,6 @@ __device__ Place place_of(const RowCount& count, std::int64_t row) {
   return {batch, static_cast<int>(token - batch * seqlen), static_cast<int>(index - token * heads)};
 }
 
-template <bool kWide>
 __device__ Rows weight_rows(const RmsNormParams& p) {
   Rows rows;
   rows.data = const_cast<void*>(p.weight);
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(512) rmsnorm_block(const __grid_constant__ Rms
     const int first = (thread + v * threads) * kRowWidth;
     const int count = lane_elements(first, p.count.size);
     if (count > 0) {
-      weight[v] = load_raw<kWide>(weight_rows<kWide>(p), first, count);
+      weight[v] = load_raw<kWide>(weight_rows(p), first, count);
       squares += take_up<kWide>(p, at, first, count, x[v]);
     }
   }
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   Raw<kWide> weight;
   float squares = 0;
   if (count > 0) {
-    weight = load_raw<kWide>(weight_rows<kWide>(p), first, count);
+    weight = load_raw<kWide>(weight_rows(p), first, count);
     squares = take_up<kWide>(p, at, first, count, x);
   }
   for (int step = lanes / 2; step > 0; step /= 2) {
