@@ -1,10 +1,9 @@
 // rafter bench model: a whole model's prefill and decode, operation by operation, predicted beside
 // measured.
 #include <chrono>
-#include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
-#include <numeric>
 
 #include "cli/bench_common.h"
 #include "cli/npy.h"
@@ -336,6 +335,13 @@ std::vector<std::vector<std::int32_t>> read_tokens(const std::string& path) {
 /// Runs the model on given tokens, the first --prompt of each by a prefill and the rest by decode
 /// steps, and writes the logits of every token: [batch, tokens, vocab_size].
 void write_logits(const ModelAxes& axes, const Common& common, Context& context) {
+  for (const auto& [flag, count] :
+       {std::pair{"--pipeline", axes.pipelines.size()}, std::pair{"--fuse", axes.fuse.size()},
+        std::pair{"--dtype", common.dtypes.size()}}) {
+    if (count > 1) {
+      fail_flag(flag, fmt::format("{} values", count), "one with --tokens");
+    }
+  }
   const std::vector<std::vector<std::int32_t>> texts = read_tokens(axes.tokens);
   const auto batch = static_cast<std::int64_t>(texts.size()),
              count = batch > 0 ? static_cast<std::int64_t>(texts[0].size()) : 0;
@@ -425,7 +431,7 @@ void add_bench_model(CLI::App& bench, Context& context) {
   CLI::App* command =
       bench.add_subcommand("model", "a whole model: prefill and decode, operation by operation");
   command->footer(examples(
-      {{"rafter bench model", "a model of 60 M parameters on this CPU"},
+      {{"rafter bench model", "a small model (56 M parameters) on this CPU"},
        {"rafter bench model --phase decode --seqlen 128,4k --fuse 0,1",
         "a decode step at two contexts, elementwise functions apart and fused"},
        {"rafter bench model --device cuda --seqlen 4k", "the 7B reference on the GPU, in bf16"},
@@ -465,6 +471,11 @@ void add_bench_model(CLI::App& bench, Context& context) {
   logits->needs(tokens);
   prompt->needs(tokens);
   add_common(*command, *common, context);
+  command->remove_option(command->get_option("--counters"));  // steps are timed, not counted
+  for (const char* const timing : {"--phase", "--seqlen", "--batch", "--operations", "--time",
+                                   "--out", "--baseline", "--threshold"}) {
+    tokens->excludes(command->get_option(timing));
+  }
   command->callback([axes, common, &context] { bench_model(*axes, *common, context); });
 }
 

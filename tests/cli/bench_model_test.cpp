@@ -73,6 +73,31 @@ TEST(BenchModel, AStepIsTheSumOfItsOperations) {
   }
 }
 
+TEST(BenchModel, ProductsAndAttentionAreOfTheFlopsThatExplainModelPredicts) {
+  const Scene scene;
+  // A decode step's token attends to itself too: explain counts it among the keys.
+  for (const auto& [phase, keys] : {std::pair{"prefill", "20"}, std::pair{"decode", "21"}}) {
+    const auto predicted =
+        run_json({"explain", "model", phase, "--model", scene.folder / "config.json", "--device",
+                  scene.folder / "cpu.json", "--seqlen", keys, "--batch", "2"});
+    const auto rows =
+        run_json(scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2"}), kOneThread)
+            .at("benchmarks");
+    double products = 0, attention = 0;
+    for (const auto& row : rows) {
+      const std::string operation = row.at("case").at("operation");
+      const double flops = row.at("flops").get<double>();
+      products +=
+          std::set<std::string>{"qkv", "o", "gate_up", "down", "lm_head"}.contains(operation)
+              ? flops
+              : 0;
+      attention += operation == "attention" ? flops : 0;
+    }
+    EXPECT_EQ(products, predicted.at("gemm_flops").get<double>()) << phase;
+    EXPECT_EQ(attention, predicted.at("attention_flops").get<double>()) << phase;
+  }
+}
+
 TEST(BenchModel, UnfusedIsMoreLaunches) {
   const Scene scene;
   const auto rows = run_json(scene.bench({"--phase", "decode", "--seqlen", "8", "--fuse", "0,1",
@@ -128,6 +153,19 @@ TEST(BenchModel, RefusesByName) {
   expect_refused({"bench", "model", "--dtype", "int8"}, {"--dtype"});
   expect_refused({"bench", "model", "--tokens", "t.npy"}, {"--tokens", "--logits"});
   expect_refused({"bench", "model", "--prompt", "3"}, {"--prompt", "--tokens"});
+  expect_refused({"bench", "model", "--counters", "true"}, {"--counters"});
+  const auto with_tokens = [](const char* flag, const char* value,
+                              const std::vector<std::string>& words) {
+    expect_refused({"bench", "model", "--tokens", "t.npy", "--logits", "l.npy", flag, value},
+                   words);
+  };
+  for (const char* flag : {"--seqlen", "--batch", "--time", "--out", "--baseline", "--operations",
+                           "--phase", "--threshold"}) {
+    with_tokens(flag, "1", {flag, "--tokens"});  // they are of timing
+  }
+  with_tokens("--fuse", "0,1", {"--fuse", "2 values", "--tokens"});
+  with_tokens("--dtype", "f32,bf16", {"--dtype", "2 values", "--tokens"});
+  with_tokens("--pipeline", "fused,unfused", {"--pipeline", "2 values", "--tokens"});
   std::ofstream(scene.folder / "moe.json")
       << std::string(kTiny).insert(1, "\"num_local_experts\": 8, ");
   expect_refused({"bench", "model", "--model", scene.folder / "moe.json"}, {"num_local_experts"});
