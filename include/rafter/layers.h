@@ -1,6 +1,6 @@
 // What stands between the attention of a Llama-like model's layers: products with weights, norms,
-// pointwise functions, RoPE, rows of a table. Each is one launch on CUDA; TransformerSession
-// (transformer.h) strings them together.
+// pointwise functions, RoPE, rows of a table. Each is one launch on CUDA, products of 5 to 256 rows
+// one or two (k may be cut); TransformerSession (transformer.h) strings them together.
 // Rows are views [batch, seqlen, heads, head_dim] with contiguous head_dim; a matrix [rows, cols]
 // is [1, rows, 1, cols] (matrix() makes one). Arithmetic is f32, rounded once to the output's dtype
 // except where said. Every function validates its views before anything is queued: errors are

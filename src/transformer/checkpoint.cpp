@@ -12,7 +12,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
 #include "base/checked.h"
 
@@ -49,7 +48,7 @@ Result<Mapped> map_file(const std::string& path) {
                 static_cast<std::int64_t>(size)};
 }
 
-/// The elements that a model's weights may be; anything else is kept by name only.
+/// The elements that a stored tensor may have; a file with any other is refused.
 bool dtype_of(const std::string& name, DType& dtype) {
   for (const auto& [text, value] :
        {std::pair{"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}}) {
