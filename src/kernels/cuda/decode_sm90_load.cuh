@@ -41,7 +41,7 @@ struct DecodeLoad {
     bool there = false;      // and exists: its page does
   };
 
-  /// First row of this lane in a tile, rows, whether it has any.
+  /// Of a tile: this lane's first row, how many it has, whether it has any.
   __device__ int offset() const {
     return params.by_box ? lane / kPanels << params.box_log2 : warp * kKeysEach + lane;
   }
