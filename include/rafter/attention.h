@@ -108,8 +108,8 @@ struct ForwardOutputs {
   LseView lse = {};  // [batch, heads_q, seqlen_q]; may be null
   // Paged: [batch], how many of the pages that a sequence's length covers are not in [0,
   // num_pages). May be null. On CUDA, where page tables are read by the kernel, the keys of such
-  // pages are not seen, counted or not; on the CPU they are errors, so that only zeros are ever
-  // written.
+  // pages are not seen, counted or not, and nothing is counted without queries (seqlen_q 0); on the
+  // CPU they are errors, so that only zeros are ever written.
   CountView bad_pages = {};
 };
 

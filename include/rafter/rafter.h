@@ -206,8 +206,8 @@ typedef struct rafter_forward_args {
   rafter_bits tree_mask;   /* [batch, seqlen_q]: bit j of word i says that query i sees key
                               seqlen_kv - seqlen_q + j */
   rafter_counts bad_pages; /* paged, may be null: [batch], how many pages of a sequence are not in
-                              [0, num_pages); on CUDA their keys are not seen, on the CPU they are
-                              errors */
+                              [0, num_pages); on CUDA their keys are not seen and nothing is
+                              counted where seqlen_q is 0, on the CPU they are errors */
 } rafter_forward_args;
 
 /* O = softmax(softmax_scale * Q K^T + mask) V, accumulated in f32. Decoding is the same call with

@@ -151,8 +151,8 @@ def decode(
             bit j of word i says that query i sees the key of new token j. Every key before the new
             ones is seen.
         bad_pages: [batch] int32, written: how many of a sequence's pages do not exist. On a CUDA
-            device, where page tables are not read by the call, keys of such pages are not seen; on
-            the CPU they are errors.
+            device, where page tables are not read by the call, keys of such pages are not seen, and
+            nothing is counted without queries; on the CPU they are errors.
     The other arguments, results and errors are those of rafter.attention; lse is [batch, heads_q]
     where q has three dims.
     """
