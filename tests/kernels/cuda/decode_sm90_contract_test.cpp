@@ -75,7 +75,7 @@ void drop_keys(Case& c, Values& values, std::int64_t first, std::int64_t last) {
 
 TEST(DecodeSm90Contract, PagesThatDoNotExistAreNotSeenAndCounted) {
   RAFTER_SKIP_WITHOUT_SM90();
-  for (const std::int64_t page_size : {1, 16, 64}) {
+  for (const std::int64_t page_size : {1, 8, 16, 64}) {
     Case c = paged(decode_sm90_case(DType::bf16, DType::bf16, 4, 64), page_size);
     c.lengths({1}, {1000});
     Values values = make_values(c);

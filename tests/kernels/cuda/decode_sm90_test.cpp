@@ -57,7 +57,7 @@ TEST_P(DecodeSm90, MatchesFloat64OverLengthsAroundTiles) {
 
 TEST_P(DecodeSm90, MatchesFloat64OverPageSizes) {
   RAFTER_SKIP_WITHOUT_SM90();
-  for (const std::int64_t page_size : {1, 3, 16, 64, 100, 256}) {
+  for (const std::int64_t page_size : {1, 3, 8, 16, 48, 64, 100, 256}) {
     for (const Scales scales : {Scales::per_token, Scales::per_head, Scales::none}) {
       if (scales != Scales::per_token && !is_scaled(GetParam().kv)) {
         continue;
