@@ -125,6 +125,14 @@ std::string text(const Device& device) {
   return device.kind == Device::Kind::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
 }
 
+nb::object tuple_of(std::span<const std::int64_t> values) {
+  nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(values[i]));
+  }
+  return tuple;
+}
+
 void Array::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
   device = device_of(name, tensor.device);
   data = static_cast<char*>(tensor.data) + tensor.byte_offset;

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "dlpack_exchange.h"
@@ -27,6 +28,7 @@ struct Place {
 
 /// "cpu", "cuda:1".
 std::string text(const Device& device);
+nb::object tuple_of(std::span<const std::int64_t> values);
 
 /// Memory, sizes and what keeps them.
 class Array {

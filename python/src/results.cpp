@@ -142,13 +142,9 @@ void ResultArray::make(const Place& place, std::span<const std::int64_t> shape, 
       return;
     }
   }
-  nb::object sizes = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    PyTuple_SetItem(sizes.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape[i]));
-  }
   static const nb::handle kEmpty =
       nb::object(nb::module_::import_("rafter._arrays").attr("empty")).release();
-  array_ = kEmpty(place.array, sizes, name_of(dtype), fill == Fill::zero);
+  array_ = kEmpty(place.array, tuple_of(shape), name_of(dtype), fill == Fill::zero);
   if (array_.is_none()) {
     array_ = own_array(place.device, shape, dtype, fill);
     adopt_ = true;

@@ -42,14 +42,6 @@ const Torch* torch_of(const Place& place) {
   return here ? torch : nullptr;
 }
 
-nb::object tuple_of(std::span<const std::int64_t> values) {
-  nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(values[i]));
-  }
-  return tuple;
-}
-
 }  // namespace
 
 nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,

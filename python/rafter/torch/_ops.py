@@ -16,6 +16,7 @@ from .._attention import FORWARD_ONLY
 TOKENS_FIRST, HEADS_FIRST, ALL_HEADS_FIRST = 0, 1, 2
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_SIMPLE = {type(None), bool, int, float}
 # Modes that see operators: a direct call would hide from them. Absent in some PyTorch: then none.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _transforms = getattr(
@@ -237,6 +238,8 @@ def attend(
 def refuse(**given: Any) -> None:
     """A NotImplementedError for the first argument that asks for something."""
     for name, value in given.items():
+        if type(value) in _SIMPLE and not value:  # most are: isinstance with Tensor takes longer
+            continue
         if isinstance(value, Tensor):
             raise NotImplementedError(
                 f"{name}: a tensor of shape {tuple(value.shape)} is not supported: Rafter has no "

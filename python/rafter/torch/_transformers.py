@@ -114,22 +114,14 @@ def attention_for_rafter(
 ) -> Tuple[Tensor, None]:
     """The signature of transformers' attention functions: query [batch, heads, seqlen, head_dim];
     gives [batch, seqlen, heads, head_dim_v] and no weights."""
-    if (
-        dropout
-        or output_attentions
-        or s_aux is not None
-        or position_bias is not None
-        or cu_seq_lens_q is not None
-        or cu_seq_lens_k is not None
-    ):
-        refuse(
-            dropout=dropout,
-            s_aux=s_aux,
-            position_bias=position_bias,
-            output_attentions=output_attentions,
-            cu_seq_lens_q=cu_seq_lens_q,
-            cu_seq_lens_k=cu_seq_lens_k,
-        )
+    refuse(
+        dropout=dropout,
+        s_aux=s_aux,
+        position_bias=position_bias,
+        output_attentions=output_attentions,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+    )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     span = -1 if sliding_window is None else sliding_window - 1  # its count includes the row's key
     options = dict(window=(span, 0 if causal else span), scale=scaling, softcap=softcap or 0.0)
