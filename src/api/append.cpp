@@ -108,27 +108,14 @@ Status check_factors(const char* name, const char* given_name, const char* compu
   return Status::ok();
 }
 
-Status check_index(const char* name, const IndexView& view, std::int64_t size) {
-  if (view.dtype != DType::i32 && view.dtype != DType::i64) {
-    return Status::invalid_argument(std::string(name) + ".dtype", to_string(view.dtype),
-                                    "i32 or i64");
-  }
-  if (view.size != size) {
-    return Status::invalid_argument(std::string(name) + ".size", text(view.size), text(size));
-  }
-  if (view.empty() && size > 0) {
-    return Status::invalid_argument(name, "null", "an array of " + text(size));
-  }
-  return Status::ok();
-}
-
 Status check_indices(const AppendInputs& in, const AppendOutputs& out, bool on_host) {
   const std::int64_t batch = in.k.batch;
-  if (Status s = check_index("seqused_kv", in.seqused_kv, batch); !s) {
+  if (Status s = api::check_index("seqused_kv", in.seqused_kv, batch); !s) {
     return s;
   }
   const bool some_new = !in.seqused_new.empty();
-  if (Status s = some_new ? check_index("seqused_new", in.seqused_new, batch) : Status::ok(); !s) {
+  if (Status s = some_new ? api::check_index("seqused_new", in.seqused_new, batch) : Status::ok();
+      !s) {
     return s;
   }
   if (!in.page_table.empty()) {
@@ -137,7 +124,7 @@ Status check_indices(const AppendInputs& in, const AppendOutputs& out, bool on_h
       return Status::invalid_argument("page_table.cols", text(in.page_table.cols),
                                       "0 or more, less than 2^63 / batch");
     }
-    if (Status s = check_index("page_table", in.page_table, *size); !s) {
+    if (Status s = api::check_index("page_table", in.page_table, *size); !s) {
       return s;
     }
   }

@@ -10,7 +10,7 @@ std::string at(const char* name, std::int64_t i) {
   return std::string(name) + "[" + std::to_string(i) + "]";
 }
 
-/// Present exactly when the problem has it, of an index dtype and of the right size.
+/// Present exactly when the problem has it, and then of the right size.
 Status check_vector(const char* name, const IndexView& view, bool wanted, std::int64_t size,
                     const char* when) {
   if (!wanted) {
@@ -18,18 +18,7 @@ Status check_vector(const char* name, const IndexView& view, bool wanted, std::i
                         : Status::invalid_argument(
                               name, "an array", std::string("none (it belongs to ") + when + ")");
   }
-  if (view.dtype != DType::i32 && view.dtype != DType::i64) {
-    return Status::invalid_argument(std::string(name) + ".dtype", to_string(view.dtype),
-                                    "i32 or i64");
-  }
-  if (view.size != size) {
-    return Status::invalid_argument(std::string(name) + ".size", std::to_string(view.size),
-                                    std::to_string(size));
-  }
-  if (view.empty() && size > 0) {
-    return Status::invalid_argument(name, "null", "an array of " + std::to_string(size));
-  }
-  return Status::ok();
+  return check_index(name, view, size);
 }
 
 Status check_cu_seqlens(const char* name, const IndexView& view, std::int64_t batch,
@@ -102,6 +91,21 @@ Status check_page_table_shape(const AttentionProblem& p, const IndexView& table)
 }
 
 }  // namespace
+
+Status check_index(const char* name, const IndexView& view, std::int64_t size) {
+  if (view.dtype != DType::i32 && view.dtype != DType::i64) {
+    return Status::invalid_argument(std::string(name) + ".dtype", to_string(view.dtype),
+                                    "i32 or i64");
+  }
+  if (view.size != size) {
+    return Status::invalid_argument(std::string(name) + ".size", std::to_string(view.size),
+                                    std::to_string(size));
+  }
+  if (view.empty() && size > 0) {
+    return Status::invalid_argument(name, "null", "an array of " + std::to_string(size));
+  }
+  return Status::ok();
+}
 
 Status check_indices(const AttentionProblem& p, const ForwardInputs& in, bool host_indices) {
   const bool packed = p.layout == Layout::packed;

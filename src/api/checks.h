@@ -59,6 +59,8 @@ struct Shapes {
 };
 Shapes shapes_of(const AttentionProblem& problem);
 
+/// An index array of so many elements, of an index dtype.
+Status check_index(const char* name, const IndexView& view, std::int64_t size);
 Status check_shape(const View& view, const Shape& wanted);
 Status check_head_dim_stride(const TensorView& tensor, const char* name, bool any_stride);
 /// Dtype, shape, contiguous head_dim, memory.

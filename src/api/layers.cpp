@@ -84,16 +84,8 @@ Status check_output(NamedTensor output, std::initializer_list<NamedTensor> input
 /// Rows of an index within [0, limit), where they can be read.
 Status check_rows(const char* name, const IndexView& rows, std::int64_t size, std::int64_t limit,
                   const Device& device) {
-  if (rows.dtype != DType::i32 && rows.dtype != DType::i64) {
-    return Status::invalid_argument(std::string(name) + ".dtype", to_string(rows.dtype),
-                                    "i32 or i64");
-  }
-  if (rows.size != size) {
-    return Status::invalid_argument(std::string(name) + ".size", std::to_string(rows.size),
-                                    std::to_string(size));
-  }
-  if (rows.empty() && size > 0) {
-    return Status::invalid_argument(name, "null", "an array of " + std::to_string(size));
+  if (Status s = api::check_index(name, rows, size); !s) {
+    return s;
   }
   for (std::int64_t i = 0; device.kind == Device::Kind::cpu && i < size; ++i) {
     if (rows[i] < 0 || rows[i] >= limit) {
@@ -191,7 +183,7 @@ Status pointwise(Pointwise function, const TensorView& a, const TensorView& b,
     return layers.status();
   }
   const bool one = function == Pointwise::silu;
-  if (one != (b.data == nullptr) && a.elements() > 0) {
+  if (one ? b.data != nullptr : b.data == nullptr && a.elements() > 0) {
     return Status::invalid_argument("b", one ? "a tensor" : "null",
                                     one ? "none of silu" : "a tensor");
   }
