@@ -21,16 +21,26 @@ constexpr std::size_t kMaxConfigBytes = std::size_t{1} << 20;
 /// taken at its word.
 constexpr std::array kLlamaLike = {"llama", "mistral", "qwen2", "qwen3", ""};
 
-ModelConfig reference_7b() {
-  return {.name = "reference-7b",
-          .hidden_size = 4096,
-          .intermediate_size = 11008,
-          .num_layers = 32,
-          .heads_q = 32,
-          .heads_kv = 32,
-          .head_dim = 128,
-          .vocab_size = 32000,
-          .dtype = DType::bf16};
+/// The models that are known by name; 60m is what a CPU runs in milliseconds.
+std::array<ModelConfig, 2> built_in_models() {
+  return {ModelConfig{.name = "reference-60m",
+                      .hidden_size = 512,
+                      .intermediate_size = 1408,
+                      .num_layers = 8,
+                      .heads_q = 8,
+                      .heads_kv = 4,
+                      .head_dim = 64,
+                      .vocab_size = 32000,
+                      .dtype = DType::f32},
+          ModelConfig{.name = "reference-7b",
+                      .hidden_size = 4096,
+                      .intermediate_size = 11008,
+                      .num_layers = 32,
+                      .heads_q = 32,
+                      .heads_kv = 32,
+                      .head_dim = 128,
+                      .vocab_size = 32000,
+                      .dtype = DType::bf16}};
 }
 
 /// Reads keys of one object; the first failure stays in `status`.
@@ -117,31 +127,25 @@ DType published_dtype(Reader& read) {
   return DType::bf16;
 }
 
-/// What a CPU runs in milliseconds: 56 M parameters.
-ModelConfig reference_60m() {
-  return {.name = "reference-60m",
-          .hidden_size = 512,
-          .intermediate_size = 1408,
-          .num_layers = 8,
-          .heads_q = 8,
-          .heads_kv = 4,
-          .head_dim = 64,
-          .vocab_size = 32000,
-          .dtype = DType::f32};
-}
-
 }  // namespace
 
-std::vector<std::string> model_names() { return {reference_60m().name, reference_7b().name}; }
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (ModelConfig& model : built_in_models()) {
+    names.push_back(std::move(model.name));
+  }
+  return names;
+}
 
 Result<ModelConfig> find_model(std::string_view name) {
-  for (ModelConfig& model : std::array{reference_60m(), reference_7b()}) {
+  for (ModelConfig& model : built_in_models()) {
     if (name == model.name) {
       return std::move(model);
     }
   }
-  return Status::invalid_argument("model", std::string(name),
-                                  "reference-60m, reference-7b or the path of a config.json");
+  return Status::invalid_argument(
+      "model", std::string(name),
+      fmt::format("{} or the path of a config.json", fmt::join(model_names(), ", ")));
 }
 
 Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
