@@ -156,6 +156,11 @@ Status read_scaling(const json& object, const std::string& name, RopeConfig& rop
       type = given->is_string() ? given->get<std::string>() : shown(*given);
     }
   }
+  if (read.find("type") != nullptr && read.find("rope_type") != nullptr &&
+      *read.find("type") != *read.find("rope_type")) {
+    return Status::invalid_argument(name + ".type", shown(*read.find("type")),
+                                    fmt::format("the rope_type beside it, {},", type));
+  }
   const std::array<std::string_view, 4> common = {"type", "rope_type", "rope_theta",
                                                   "partial_rotary_factor"};
   const std::array<std::string_view, 4> of_llama3 = {

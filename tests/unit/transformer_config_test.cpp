@@ -125,6 +125,9 @@ TEST(TransformerConfig, RefusesByNameWhatItDoesNotUnderstand) {
   EXPECT_EQ(refusal("rope_scaling", {{"type", "linear"}}), "rope_scaling.factor");
   EXPECT_EQ(refusal("rope_scaling", {{"type", "linear"}, {"factor", 2.0}, {"beta", 1}}),
             "rope_scaling.beta");
+  EXPECT_EQ(
+      refusal("rope_scaling", {{"type", "default"}, {"rope_type", "linear"}, {"factor", 2.0}}),
+      "rope_scaling.type");
   EXPECT_EQ(refusal("rope_scaling", "linear"), "rope_scaling");
   EXPECT_EQ(refusal("rope_theta", 0), "rope_theta");
   EXPECT_EQ(refusal("rms_norm_eps", "small"), "rms_norm_eps");
