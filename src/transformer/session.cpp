@@ -82,6 +82,11 @@ Status make_cache(SessionState& state) {
     return Status::invalid_argument("max_seqlen", std::to_string(o.max_seqlen),
                                     "a cache of fewer than 2^50 elements");
   }
+  constexpr std::int64_t kMostTokens = (std::int64_t{1} << 31) - 1;
+  if (const std::int64_t tokens = state.pages() * o.page_size; tokens > kMostTokens) {
+    return Status::invalid_argument("max_seqlen", std::to_string(o.max_seqlen),
+                                    "a cache of fewer than 2^31 tokens: their indices are i32");
+  }
   const std::int64_t bytes = *elements * bits_of(state.model.dtype()) / 8;
   for (std::vector<Storage>* caches : {&state.k_cache, &state.v_cache}) {
     caches->resize(static_cast<std::size_t>(m.num_layers));
@@ -339,7 +344,6 @@ Result<TransformerSession> TransformerSession::make(const Transformer& model,
   }
   auto state = std::make_shared<SessionState>(model);
   state->options = options;
-  state->weights = &model.state().weights;
   if (model.device().kind == Device::Kind::cuda) {
     Result<DeviceClock> clock = DeviceClock::make(model.device());
     if (!clock) {

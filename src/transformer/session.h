@@ -62,7 +62,6 @@ struct SessionState {
 
   Transformer model;
   SessionOptions options;
-  const transformer::Weights* weights = nullptr;       // of the model
   transformer::Storage cos, sin;                       // [max_seqlen, head_dim / 2]
   std::vector<transformer::Storage> k_cache, v_cache;  // [pages, page_size, heads_kv, head_dim]
   std::int64_t page_columns = 0;                       // pages of a sequence of max_seqlen
@@ -74,6 +73,7 @@ struct SessionState {
   std::optional<DeviceGraph> graph;   // of the decode step as it is set up
 
   const ModelConfig& shape() const { return model.config().model; }
+  const transformer::Weights& weights() const { return model.state().weights; }
   std::int64_t pages() const { return options.max_batch * page_columns; }
   Stream stream() const { return clock ? clock->stream() : Stream{}; }
   Status wait() const { return clock ? clock->synchronize() : Status::ok(); }

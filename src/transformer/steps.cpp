@@ -41,7 +41,7 @@ class Builder {
       mlp_block();
     }
     layer_ = -1;
-    add_norm(view(b().projected), true, state_->weights->norm);
+    add_norm(view(b().projected), true, state_->weights().norm);
     logits();
     if (step_.phase == Phase::decode) {
       advance_lengths();
@@ -72,7 +72,7 @@ class Builder {
   }
 
   void embed() {
-    const TensorView table = view_of(state_->weights->embedding, dtype_), out = view(b().residual);
+    const TensorView table = view_of(state_->weights().embedding, dtype_), out = view(b().residual);
     const IndexView rows = indices_of(step_, step_.places.tokens, n_);
     add("embedding", "gather",
         pointwise_cost(tokens() * static_cast<double>(m_.hidden_size), 1, 1, 0, dtype_),
@@ -84,7 +84,7 @@ class Builder {
   /// normed = RMSNorm of the residual stream; with `adds` the residual stream first takes up the
   /// block before.
   void norm(bool adds, Slot slot) {
-    add_norm(view(b().projected), adds, state_->weights->at(layer_, slot));
+    add_norm(view(b().projected), adds, state_->weights().at(layer_, slot));
   }
   void add_norm(const TensorView& block, bool adds, const Matrix& weight) {
     const TensorView sum = view(b().residual), y = view(b().normed);
@@ -137,7 +137,7 @@ class Builder {
   }
 
   void head_norm(const char* name, const TensorView& heads, Slot slot) {
-    const TensorView w = view_of(state_->weights->at(layer_, slot), dtype_);
+    const TensorView w = view_of(state_->weights().at(layer_, slot), dtype_);
     const auto eps = static_cast<float>(config_.rms_norm_eps);
     add(name, "rmsnorm", pointwise_cost(static_cast<double>(heads.elements()), 1, 1, 4, dtype_),
         [=](const Device& device, Stream stream) {
@@ -146,7 +146,7 @@ class Builder {
   }
 
   void attention_block() {
-    const Weights& w = *state_->weights;
+    const Weights& w = state_->weights();
     const Matrix& bias = w.at(layer_, Slot::qkv_bias);
     product("qkv", view(b().normed), w.at(layer_, Slot::qkv), qkv(),
             bias.storage ? &bias : nullptr);
@@ -287,7 +287,7 @@ class Builder {
   }
 
   void mlp_block() {
-    const Weights& w = *state_->weights;
+    const Weights& w = state_->weights();
     const std::int64_t f = m_.intermediate_size;
     const TensorView gate_up = view(b().gate_up, 2 * f), act = view(b().activated, f);
     const Matrix& up_bias = w.at(layer_, Slot::gate_up_bias);
@@ -330,7 +330,7 @@ class Builder {
             return gather(from, which, rows, device, stream);
           });
     }
-    product("lm_head", rows, state_->weights->head_matrix(),
+    product("lm_head", rows, state_->weights().head_matrix(),
             matrix(b().logits.data(), DType::f32, step_.logit_rows, m_.vocab_size));
   }
 

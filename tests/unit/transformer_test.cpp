@@ -307,6 +307,7 @@ TEST(Transformer, RefusesWhatItCannotDoByName) {
   EXPECT_EQ(refused({.max_seqlen = -1}), "max_seqlen");
   EXPECT_EQ(refused({.page_size = 0}), "page_size");
   EXPECT_EQ(refused({.prefill = Pipeline::split_kv}), "prefill");
+  EXPECT_EQ(refused({.max_batch = 1 << 20, .max_seqlen = 1 << 11}), "max_seqlen");  // 2^31 tokens
 
   TransformerSession session =
       must(TransformerSession::make(model, {.max_batch = 2, .max_seqlen = 4, .page_size = 4}));
