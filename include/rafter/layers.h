@@ -45,7 +45,7 @@ struct RmsNormInputs {
   float eps = 1e-6f;
 };
 struct RmsNormOutputs {
-  TensorView y;         // of x's shape and dtype; may be x itself
+  TensorView y;         // of x's shape and dtype; may be x or residual
   TensorView sum = {};  // x + residual, rounded; null without a residual; may be x or residual
 };
 /// y = s / sqrt(mean(s²) + eps) · weight over each row's head_dim, where s is x, or x + residual
@@ -83,8 +83,8 @@ struct LinearInputs {
 /// out = x weightᵀ + bias, accumulated in f32; out [1, m, 1, n] of x's dtype or, without a bias,
 /// f32. CUDA: cuBLASLt, and for few rows of 16 bits a kernel of ours that reads the weights once at
 /// the speed of memory; k and n are multiples of 8 there. CPU: oneDNN, in dtypes that it multiplies
-/// itself on this machine. The bits of a row may depend on the number of rows, as the library's
-/// algorithm does.
+/// itself on this machine. The bits of a row may depend on the number of rows and, on a CPU, of
+/// threads, as the library's algorithm does.
 Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
               const Device& device, Stream stream = {});
 /// What linear() wants on a device, at least.

@@ -158,7 +158,7 @@ class TransformerSession {
   Status queue(Phase phase, Stream stream = {}) const;
   /// Lengths on the device as lengths() has them.
   Status rewind() const;
-  /// Kernels of the decode step's graph, counted by the driver. Errors: no CUDA device.
+  /// Kernels of the step's graph, counted by the driver. Errors: no CUDA device.
   Result<std::int64_t> count_launches(Phase phase) const;
   double cache_bytes() const;
   double workspace_bytes() const;  // of activations and attention, of both phases

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <limits>
@@ -37,9 +38,21 @@ class Buffer {
       }
     }
   }
+  Buffer(Buffer&&) = default;  // the view's memory goes along
   const TensorView& view() const { return view_; }
   double at(std::int64_t row, std::int64_t col) const {
     return base::load_element(view_, row * view_.stride_seqlen + col);
+  }
+  /// Nothing was written between the rows.
+  bool gaps_are_kept() const {
+    for (std::int64_t i = 0; i < view_.seqlen; ++i) {
+      for (std::int64_t j = view_.head_dim; j < view_.stride_seqlen; ++j) {
+        if (!std::isnan(at(i, j))) {
+          return false;
+        }
+      }
+    }
+    return true;
   }
 
  private:
@@ -78,6 +91,7 @@ TEST_P(EveryDtype, RmsNormOfTheRoundedSum) {
         ASSERT_NEAR(y.at(i, j), exact, bound * std::abs(exact) + 1e-7) << i << " " << j;
       }
     }
+    EXPECT_TRUE(y.gaps_are_kept() && sum.gaps_are_kept());
     // In place, without a residual: the same as of the sum.
     must(rmsnorm({.x = sum.view(), .weight = weight.view(), .eps = 0.5f}, {.y = sum.view()},
                  Device::cpu()));
@@ -109,6 +123,7 @@ TEST_P(EveryDtype, PointwiseFunctionsRoundOnce) {
             << to_string(function);
       }
     }
+    EXPECT_TRUE(out.gaps_are_kept());
   }
 }
 
@@ -149,6 +164,7 @@ TEST_P(EveryDtype, RopeTurnsPairsByTheirPositions) {
         }
       }
     }
+    EXPECT_TRUE(out.gaps_are_kept());
   }
   const std::vector<std::int32_t> beyond = {0, 5, 2};
   EXPECT_EQ(rope(heads_of(x.view(), kHeads, kDim), {beyond.data(), DType::i32, kTokens},
@@ -169,6 +185,7 @@ TEST_P(EveryDtype, GatherCopiesRowsToTheBit) {
       ASSERT_EQ(out.at(i, j), table.at(rows[static_cast<std::size_t>(i)], j));
     }
   }
+  EXPECT_TRUE(out.gaps_are_kept());
   const std::vector<std::int64_t> beyond = {0, 5, 1};
   EXPECT_EQ(
       gather(table.view(), {beyond.data(), DType::i64, 3}, out.view(), Device::cpu()).parameter(),
@@ -185,7 +202,8 @@ TEST_P(EveryDtype, LinearIsTheProductWithTheTransposedWeight) {
         "x.dtype");
     return;
   }
-  for (const auto& [m, n, k] : {std::tuple{1, 5, 17}, std::tuple{4, 1, 8}, std::tuple{7, 40, 64}}) {
+  for (const auto& [m, n, k] : {std::tuple{1, 5, 17}, std::tuple{4, 1, 8}, std::tuple{7, 40, 64},
+                                std::tuple{70, 480, 9}}) {  // the last with all threads
     const Buffer x(dtype, m, k, 3, 1), weight(dtype, n, k, 0, 2), bias(dtype, 1, n, 0, 3);
     for (const bool has_bias : {false, true}) {
       Buffer out(dtype, m, n, 2), wide(DType::f32, m, n, 2);
@@ -209,7 +227,60 @@ TEST_P(EveryDtype, LinearIsTheProductWithTheTransposedWeight) {
           }
         }
       }
+      EXPECT_TRUE(out.gaps_are_kept() && wide.gaps_are_kept());
     }
+  }
+}
+
+/// Of all rows, enough for several threads, or of one by itself.
+TEST_P(EveryDtype, ARowHasTheSameBitsForAnyNumberOfRowsAndThreads) {
+  const DType dtype = GetParam();
+  constexpr std::int64_t kRows = 70, kCols = 600;
+  const Buffer a(dtype, kRows, kCols, 3, 1), b(dtype, kRows, kCols, 0, 2),
+      weight(dtype, 1, kCols, 0, 3), filled(dtype, kRows, kCols);
+  const std::vector<float> tables(kCols, 0.6f);
+  const std::vector<std::int32_t> positions(kRows, 1);
+  const auto results = [&](std::int64_t first, std::int64_t rows) {
+    const auto part = [&](const Buffer& of) {
+      TensorView view = of.view();
+      view.data =
+          static_cast<std::byte*>(view.data) + first * view.stride_seqlen * bits_of(dtype) / 8;
+      view.seqlen = rows;
+      return view;
+    };
+    std::vector<Buffer> out;
+    for (int i = 0; i < 4; ++i) {
+      out.emplace_back(dtype, rows, kCols);
+    }
+    const Device cpu = Device::cpu();
+    must(rmsnorm({.x = part(a), .residual = part(b), .weight = weight.view()},
+                 {.y = out[0].view(), .sum = out[1].view()}, cpu));
+    must(pointwise(Pointwise::swiglu, part(a), part(b), out[2].view(), cpu));
+    must(rope(part(a), {positions.data(), DType::i32, rows},
+              {.cos = tables.data(), .sin = tables.data(), .max_position = 2, .rotary_dim = kCols},
+              out[3].view(), cpu));
+    return out;
+  };
+  const auto expect_same = [&](const std::vector<Buffer>& some, std::int64_t row,
+                               const std::vector<Buffer>& all) {
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      for (std::int64_t j = 0; j < kCols; ++j) {
+        ASSERT_EQ(some[i].at(0, j), all[i].at(row, j)) << "result " << i << " row " << row;
+      }
+    }
+  };
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(3);
+  const std::vector<Buffer> all = results(0, kRows);
+  must(fill_uniform(filled.view(), 5, 2.0f, Device::cpu()));
+  omp_set_num_threads(1);
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    expect_same(results(row, 1), row, all);
+  }
+  const Buffer alone(dtype, kRows, kCols, 0, 5);
+  omp_set_num_threads(before);
+  for (std::int64_t i = 0; i < kRows * kCols; ++i) {
+    ASSERT_EQ(filled.at(0, i), alone.at(0, i)) << i;
   }
 }
 
@@ -232,6 +303,8 @@ TEST(Layers, RefuseWhatDoesNotFitByName) {
             "residual.dtype");
   EXPECT_EQ(pointwise(Pointwise::add, x.view(), {}, y.view(), cpu).parameter(), "b");
   EXPECT_EQ(pointwise(Pointwise::silu, x.view(), x.view(), y.view(), cpu).parameter(), "b");
+  const TensorView empty = matrix(nullptr, DType::f32, 0, 8);
+  EXPECT_EQ(pointwise(Pointwise::silu, empty, x.view(), empty, cpu).parameter(), "b");
   EXPECT_EQ(pointwise(Pointwise::add, x.view(), other.view(), y.view(), cpu).parameter(),
             "b.head_dim");
   TensorView shifted = x.view();

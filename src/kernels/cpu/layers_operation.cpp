@@ -1,5 +1,6 @@
 // The operations of layers.h on the CPU: rows widened to f32, computed, rounded back; products by
 // oneDNN with all threads.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -50,9 +51,10 @@ Status rmsnorm(const RmsNormCall& call) {
   const RmsNormOutputs& out = call.out;
   const std::int64_t n = in.x.head_dim;
   const DType dtype = in.x.dtype;
-  for_each_row(in.x, 3, [&](std::int64_t i, float* row) {
+  std::vector<float> weight(static_cast<std::size_t>(n));
+  ops().load(in.weight.data, dtype, n, weight.data());
+  for_each_row(in.x, 2, [&](std::int64_t i, float* row) {
     float* const other = row + n;
-    float* const weight = other + n;
     ops().load(row_of(in.x, i), dtype, n, row);
     if (in.residual.data != nullptr) {
       ops().load(row_of(in.residual, i), dtype, n, other);
@@ -66,9 +68,8 @@ Status rmsnorm(const RmsNormCall& call) {
     }
     const auto inverse =
         static_cast<float>(1 / std::sqrt(squares / static_cast<double>(n) + in.eps));
-    ops().load(in.weight.data, dtype, n, weight);
     for (std::int64_t d = 0; d < n; ++d) {
-      row[d] = row[d] * inverse * weight[d];
+      row[d] = row[d] * inverse * weight[static_cast<std::size_t>(d)];
     }
     ops().store(row, 1.0f, dtype, n, row_of(out.y, i));
   });

@@ -2,6 +2,7 @@
 // products by cuBLASLt.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <span>
 
@@ -13,10 +14,10 @@
 namespace rafter {
 namespace {
 
-/// run(stream) on the call's device; nothing where there is nothing to do.
+/// run(stream) on the call's device; nothing where there is nothing to do (`size` is 0).
 template <typename Run>
-Status on_device(const LayerPlace& place, std::int64_t elements, Run run) {
-  if (elements == 0) {
+Status on_device(const LayerPlace& place, std::int64_t size, Run run) {
+  if (size == 0) {
     return Status::ok();
   }
   const cuda::DeviceScope device(place.device_index);
@@ -135,7 +136,7 @@ Status linear(const LinearCall& call) {
   if (Status s = check_addresses(call); !s) {
     return s;
   }
-  return on_device(call.place, x.elements() * n, [&](void* stream) {
+  return on_device(call.place, std::min(x.seqlen, n), [&](void* stream) {
     if (takes_vector_rows(x.seqlen, x.dtype)) {
       return cuda::launch_vector_rows({.x = x.data,
                                        .weight = call.in.weight.data,
