@@ -66,8 +66,20 @@ def distance(logits, exact):
     return ((logits.double() - exact).norm() / exact.norm()).item()
 
 
-def check_logits(tool):
-    """One line a family; whether all are as they should be."""
+def save(out, commit, record):
+    """Adds a record to the file, where one is asked for."""
+    if out:
+        start = {
+            "date": datetime.date.today().isoformat(), "commit": commit,
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }  # fmt: skip
+        with open(out, "a") as file:
+            file.write(json.dumps(start | record) + "\n")
+
+
+def check_logits(tool, out, commit):
+    """One line and one record a family; whether all are as they should be."""
     good = True
     for name, config in families():
         torch.manual_seed(0)
@@ -96,6 +108,11 @@ def check_logits(tool):
         print(f"{name:8} f32: rafter {ours:.1e}, transformers {single:.1e}; "
               f"bf16: rafter {half:.2e}, transformers {theirs:.2e}; {'ok' if ok else 'WRONG'}",
               flush=True)  # fmt: skip
+        save(out, commit, {
+            "kind": "logits", "family": name,
+            "f32_cpu_error": ours, "f32_cpu_transformers_error": single,
+            "bf16_cuda_error": half, "bf16_cuda_transformers_error": theirs,
+        })  # fmt: skip
     return good
 
 
@@ -143,7 +160,9 @@ def main():
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", choices=("logits", "time"))
     arguments = parser.parse_args()
-    if arguments.only != "time" and not check_logits(arguments.rafter):
+    if arguments.only != "time" and not check_logits(
+        arguments.rafter, arguments.out, arguments.commit
+    ):
         return 1
     if arguments.only == "logits":
         return 0
@@ -157,9 +176,7 @@ def main():
         ]))  # fmt: skip
         for row in document["benchmarks"]:
             record = {
-                "date": datetime.date.today().isoformat(), "commit": arguments.commit,
-                "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                "transformers": transformers.__version__, "phase": phase, "seqlen": seqlen,
+                "phase": phase, "seqlen": seqlen,
                 "step": row["case"]["operation"], "rafter_s": row["time_s"],
                 "predicted_s": row["predicted_time_s"], "launches": row["launches_counted"],
                 "transformers_s": theirs,
@@ -167,9 +184,7 @@ def main():
             print(f"{phase} {seqlen}, {record['step']}: rafter {1e3 * row['time_s']:.2f} ms "
                   f"(predicted {1e3 * row['predicted_time_s']:.2f}), "
                   f"transformers {1e3 * theirs:.2f} ms", flush=True)  # fmt: skip
-            if arguments.out:
-                with open(arguments.out, "a") as file:
-                    file.write(json.dumps(record) + "\n")
+            save(arguments.out, arguments.commit, record)
     return 0
 
 
