@@ -265,6 +265,40 @@ TEST(Checkpoint, OneFileOfEveryDtypeAndShardsAreReadToTheBit) {
               ::testing::HasSubstr("elsewhere"));
 }
 
+/// Token 4 is NaN, and with it its keys and values: the whole cache is once full of them.
+TEST(Checkpoint, WhatEarlierPromptsLeftInTheCacheTakesNoPart) {
+  std::string file = file_of(tiny_tensors(), DType::f32);
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), 8);
+  constexpr std::size_t kRow = 8 * sizeof(float);  // the embedding [5, 8] is the first tensor
+  file.replace(8 + length + 4 * kRow, kRow, kRow, '\xff');
+  const Folder folder;
+  folder.write("config.json", kTiny);
+  folder.write("model.safetensors", file);
+  const Transformer model = must(Transformer::load(folder.path(), Device::cpu()));
+  const SessionOptions options{.max_batch = 2, .max_seqlen = 12, .page_size = 4};
+  using Prompts = std::vector<std::vector<std::int32_t>>;
+  for (const Prompts& prompts : {Prompts{{1, 2, 3, 0, 1}}, Prompts{{1, 2}, {3, 0, 1, 2, 3}}}) {
+    const auto logits_of = [&prompts](TransformerSession session) {
+      EXPECT_TRUE(session.prefill(prompts));
+      std::vector<float> logits = must(session.logits());
+      EXPECT_TRUE(session.decode(std::vector<std::int32_t>(prompts.size(), 2)));
+      const std::vector<float> decoded = must(session.logits());
+      logits.insert(logits.end(), decoded.begin(), decoded.end());
+      return logits;
+    };
+    TransformerSession used = must(TransformerSession::make(model, options));
+    ASSERT_TRUE(used.prefill(Prompts(2, std::vector<std::int32_t>(12, 4))));
+    ASSERT_TRUE(std::isnan(must(used.logits())[0]));
+    const std::vector<float> wanted = logits_of(must(TransformerSession::make(model, options)));
+    const std::vector<float> got = logits_of(used);
+    ASSERT_EQ(got.size(), wanted.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {  // the head is the embedding: column 4 is NaN
+      ASSERT_TRUE(i % 5 == 4 ? std::isnan(got[i]) : got[i] == wanted[i]) << i << " " << got[i];
+    }
+  }
+}
+
 TEST(Checkpoint, ADamagedFileIsRefusedWithWhatIsWrong) {
   const auto message = [](const std::string& file) {
     const Folder folder;
