@@ -177,15 +177,8 @@ BenchRow row_of(const AppendPoint& p, const Timing& timing, const ThisMachine& m
   row.cost.flops = p.flops();
   row.cost.launches = 1;
   row.cost.dtype = DType::f32;
-  const Level level = level_of(machine.spec, row.cost.bytes);
-  DeviceSpec spec = machine.spec;
-  spec.figures["bandwidth_bytes_per_s"].value = level.bandwidth_bytes_per_s;
-  row.predicted = value_or_fail(predict(row.cost, spec));
-  row.bound_s = row.predicted.time_s;
-  row.level = level.name;
   row.timing = timing;
-  row.wall_measured = to_string(MeasuredWall::ambiguous);
-  row.wall_reason = "only one size of work was timed";
+  predict_row(row, machine.spec);
   row.more["bytes_per_s"] = number(row.cost.bytes / timing.seconds.median);
   row.more["tokens_per_s"] = number(p.rows() / timing.seconds.median);
   return row;
@@ -225,19 +218,13 @@ void bench_append(const AppendAxes& axes, const Common& common, Context& context
   if (common.threads != 0) {
     fail_flag("--threads", std::to_string(common.threads), "0 (append takes all cores)");
   }
-  const Baseline baseline = baseline_of(common);
-  const ThisMachine machine =
-      this_machine(common.device, static_cast<int>(common.threads), false, "bench");
-  std::vector<BenchRow> rows;
-  Progress progress("bench");
-  const std::vector<AppendPoint> grid = grid_of(axes, dtypes_of(common, machine.device));
-  for (std::size_t i = 0; i < grid.size(); ++i) {
-    progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
-    const Prepared made = value_or_fail(Prepared::make(grid[i], machine.device));
+  const auto run_point = [&common](const AppendPoint& point, const ThisMachine& machine,
+                                   BenchResults& results) {
+    const Prepared made = value_or_fail(Prepared::make(point, machine.device));
     const Timing timing = value_or_fail(time_point(made, machine, rule_of(common)));
-    rows.push_back(row_of(grid[i], timing, machine, common.threads));
-  }
-  finish(rows, Json::array(), machine, common, baseline, context);
+    results.rows.push_back(row_of(point, timing, machine, common.threads));
+  };
+  bench_points("append", axes, common, run_point, context);
 }
 
 }  // namespace

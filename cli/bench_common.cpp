@@ -36,6 +36,15 @@ void add_common(CLI::App& command, Common& common, Context& context) {
   add_format(command, context);
 }
 
+void add_what_runs(CLI::App& command, std::vector<Pipeline>& pipelines, std::string& kernel,
+                   bool& evidence) {
+  add_pipelines(command, pipelines, "which pipelines");
+  add_text(command, "--kernel", kernel, "this kernel alone (rafter kernels)", "NAME")
+      ->excludes(command.get_option("--pipeline"));
+  add_switch(command, "--evidence", evidence,
+             "also time twice the work and added FLOPs, to name the wall");
+}
+
 Baseline baseline_of(const Common& common) {
   return common.baseline.empty() ? Baseline{} : value_or_fail(read_baseline(common.baseline));
 }
@@ -197,6 +206,19 @@ BenchRow measured_row(const char* kind, const CaseResult& result) {
   row.more["launch_share"] = m.has_launch_share ? number(m.launch_share) : Json();
   set_counted(result, row.more);
   return row;
+}
+
+void predict_row(BenchRow& row, const DeviceSpec& spec) {
+  const Level level = level_of(spec, row.cost.bytes);
+  row.predicted = value_or_fail(predict_at(row.cost, spec, level.bandwidth_bytes_per_s));
+  row.bound_s = row.predicted.time_s;
+  row.level = level.name;
+  set_one_size(row);
+}
+
+void set_one_size(BenchRow& row) {
+  row.wall_measured = to_string(MeasuredWall::ambiguous);
+  row.wall_reason = "only one size of work was timed";
 }
 
 void check_dtypes(const std::vector<DType>& dtypes) {

@@ -35,6 +35,9 @@ struct Common {
 std::vector<DType> dtypes_of(const Common& common, const Device& device);
 StopRule rule_of(const Common& common);
 void add_common(CLI::App& command, Common& common, Context& context);
+/// --pipeline, --kernel and --evidence of the kinds that run attention.
+void add_what_runs(CLI::App& command, std::vector<Pipeline>& pipelines, std::string& kernel,
+                   bool& evidence);
 /// Ends the command where one is not among f32, bf16, f16.
 void check_dtypes(const std::vector<DType>& dtypes);
 /// Read before anything is measured, so that a bad file is refused at once.
@@ -44,21 +47,49 @@ void finish(const std::vector<BenchRow>& rows, const Json& refused, const ThisMa
             const Common& common, const Baseline& baseline, Context& context);
 /// What every row of an attention kernel has, the shape left to the caller.
 BenchRow measured_row(const char* kind, const CaseResult& result);
+/// Predicts a row of one size of work by its cost, at the level of memory that holds its bytes.
+void predict_row(BenchRow& row, const DeviceSpec& spec);
+/// No wall is told from one size of work.
+void set_one_size(BenchRow& row);
+
+/// The rows of a bench, and what could not be run.
+struct BenchResults {
+  std::vector<BenchRow> rows;
+  Json refused = Json::array();
+
+  void refuse(const CaseResult& result) {
+    refused.push_back(Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
+  }
+};
+
+/// Runs `run_point(point, machine, results)` at every point of grid_of(axes, dtypes), then prints
+/// the rows; ends the command where there is none.
+template <typename Axes, typename RunPoint>
+void bench_points(const char* verb, const Axes& axes, const Common& common,
+                  const RunPoint& run_point, Context& context) {
+  const Baseline baseline = baseline_of(common);
+  const ThisMachine machine =
+      this_machine(common.device, static_cast<int>(common.threads), false, "bench");
+  BenchResults results;
+  Progress progress("bench");
+  const auto grid = grid_of(axes, dtypes_of(common, machine.device));
+  for (std::size_t i = 0; i < grid.size(); ++i) {
+    progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
+    run_point(grid[i], machine, results);
+  }
+  if (results.rows.empty()) {
+    fail(Exit::bad_input, std::string("bench ") + verb,
+         results.refused.front().at("reason").get<std::string>());
+  }
+  finish(results.rows, results.refused, machine, common, baseline, context);
+}
 
 /// Times every point of a grid by each of the pipelines, or by one kernel.
 template <typename Axes, typename Row>
 void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOptions options,
                 const Row& row_of_result, Context& context) {
-  const Baseline baseline = baseline_of(common);
-  const ThisMachine machine =
-      this_machine(common.device, static_cast<int>(common.threads), false, "bench");
-  std::vector<BenchRow> rows;
-  Json refused = Json::array();
-  Progress progress("bench");
-  const std::vector<AttentionProblem> grid = grid_of(axes, dtypes_of(common, machine.device));
-  for (std::size_t i = 0; i < grid.size(); ++i) {
-    const AttentionProblem& problem = grid[i];
-    progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
+  const auto run_point = [&](const AttentionProblem& problem, const ThisMachine& machine,
+                             BenchResults& results) {
     options.threads = static_cast<int>(common.threads);
     options.device_spec = &machine.spec;
     options.kernel = axes.kernel;
@@ -79,22 +110,17 @@ void bench_grid(const char* verb, const Axes& axes, const Common& common, PlanOp
         cases.push_back({problem, options, data, lengths});
       }
     }
-    const std::vector<CaseResult> results = value_or_fail(time_cases(
+    const std::vector<CaseResult> timed = value_or_fail(time_cases(
         cases, machine.spec, {rule_of(common), axes.evidence, machine.device, common.counters}));
-    for (const CaseResult& result : results) {
+    for (const CaseResult& result : timed) {
       if (result.refusal.empty()) {
-        rows.push_back(row_of_result(problem, result));
+        results.rows.push_back(row_of_result(problem, result));
       } else {
-        refused.push_back(
-            Json{{"pipeline", to_string(result.pipeline)}, {"reason", result.refusal}});
+        results.refuse(result);
       }
     }
-  }
-  if (rows.empty()) {
-    fail(Exit::bad_input, std::string("bench ") + verb,
-         refused.front().at("reason").get<std::string>());
-  }
-  finish(rows, refused, machine, common, baseline, context);
+  };
+  bench_points(verb, axes, common, run_point, context);
 }
 
 void add_bench_recompute(CLI::App& bench, Context& context);

@@ -148,12 +148,7 @@ void add_bench_decode(CLI::App& bench, Context& context) {
               {0, 1 << 22});
   add_length(*command, "--splits", axes->splits, "parts of the keys (0: the kernel's own)",
              {0, 1 << 20});
-  add_pipelines(*command, axes->pipelines, "which pipelines");
-  CLI::Option* kernel =
-      add_text(*command, "--kernel", axes->kernel, "this kernel alone (rafter kernels)", "NAME");
-  kernel->excludes(command->get_option("--pipeline"));
-  add_switch(*command, "--evidence", axes->evidence,
-             "also time twice the work and added FLOPs, to name the wall");
+  add_what_runs(*command, axes->pipelines, axes->kernel, axes->evidence);
   add_common(*command, *common, context);
   command->callback([axes, common, &context] {
     if (!axes->lengths.empty()) {

@@ -185,8 +185,7 @@ BenchRow model_row(const ModelPoint& point, const Transformer& model, const Mode
   row.cost = cost;
   row.timing = timing;
   row.level = "memory";
-  row.wall_measured = to_string(MeasuredWall::ambiguous);
-  row.wall_reason = "only one size of work was timed";
+  set_one_size(row);
   row.more["launches"] = number(cost.launches);
   return row;
 }

@@ -73,7 +73,7 @@ void set_stored(const Measured& m, Json& kept) {
 BenchRow row_of(const AttentionProblem& problem, const Measured& m, const RecomputeChoice& choice) {
   BenchRow row = measured_row("recompute", m.recomputed);
   row.shape = shape_of(problem, m.recomputed.threads);
-  row.wall_reason = "only one size of work was timed";
+  set_one_size(row);
   row.kept["store_predicted_s"] = number(choice.store_time_s);
   row.kept["recompute_predicted_s"] = number(choice.recompute_time_s);
   row.kept["store_over_recompute_predicted"] = number(choice.store_over_recompute);
@@ -89,30 +89,20 @@ BenchRow row_of(const AttentionProblem& problem, const Measured& m, const Recomp
 }
 
 void bench_recompute(const ShapeAxes& axes, const Common& common, Context& context) {
-  const Baseline baseline = baseline_of(common);
-  const ThisMachine machine =
-      this_machine(common.device, static_cast<int>(common.threads), false, "bench");
-  std::vector<BenchRow> rows;
-  Json refused = Json::array();
-  Progress progress("bench");
-  const std::vector<AttentionProblem> grid = grid_of(axes, dtypes_of(common, machine.device));
-  for (std::size_t i = 0; i < grid.size(); ++i) {
-    progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
-    const RecomputeChoice choice = value_or_fail(recompute_choice(grid[i], machine.spec));
-    const Measured measured = measure(grid[i], machine, common);
+  const auto run_point = [&common](const AttentionProblem& problem, const ThisMachine& machine,
+                                   BenchResults& results) {
+    const RecomputeChoice choice = value_or_fail(recompute_choice(problem, machine.spec));
+    const Measured measured = measure(problem, machine, common);
     if (measured.recomputed.refusal.empty()) {
-      rows.push_back(row_of(grid[i], measured, choice));
+      results.rows.push_back(row_of(problem, measured, choice));
     }
     for (const CaseResult* one : {&measured.stored, &measured.recomputed}) {
       if (!one->refusal.empty()) {
-        refused.push_back(Json{{"pipeline", to_string(one->pipeline)}, {"reason", one->refusal}});
+        results.refuse(*one);
       }
     }
-  }
-  if (rows.empty()) {
-    fail(Exit::bad_input, "bench recompute", refused.front().at("reason").get<std::string>());
-  }
-  finish(rows, refused, machine, common, baseline, context);
+  };
+  bench_points("recompute", axes, common, run_point, context);
 }
 
 }  // namespace

@@ -15,13 +15,13 @@ namespace rafter::cli {
 
 struct BenchRow {
   std::string kind;      // "attention", "gemm"
-  Json shape;            // the case: seqlen_q, head_dim, …, dtype, threads
+  Json shape;            // the case: seqlen, head_dim, …, dtype, threads
   std::string pipeline;  // "" where there is none
   std::string kernel;
   Cost cost;
-  Prediction predicted;  // on main memory's bandwidth
-  double bound_s = 0;    // least time at the level that holds the working set
-  std::string level;     // that level
+  Prediction predicted;  // with the bandwidth of the level that holds the working set
+  double bound_s = 0;    // least time by that
+  std::string level;     // its name
   Timing timing;
   std::string wall_measured, wall_reason;
   Json more = Json::object();     // keys of this kind alone

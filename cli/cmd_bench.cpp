@@ -1,13 +1,9 @@
 // rafter bench: kernels over a grid of shapes, predicted and measured side by side.
-#include <fmt/format.h>
-
 #include <memory>
-#include <optional>
 
 #include "cli/bench_common.h"
 #include "cli/bench_shapes.h"
 #include "cli/command.h"
-#include "cli/progress.h"
 
 namespace rafter::cli {
 namespace {
@@ -41,56 +37,46 @@ BenchRow row_of(const AttentionProblem& p, const CaseResult& result, const Atten
   return row;
 }
 
-void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
-  const Baseline baseline = baseline_of(common);
-  const ThisMachine machine =
-      this_machine(common.device, static_cast<int>(common.threads), false, "bench");
-  if (machine.device.kind != Device::Kind::cpu) {
-    fail_flag("--device", common.device, "cpu (rafter probe --device cuda times the GPU's GEMM)");
-  }
-  std::vector<BenchRow> rows;
-  Json refused = Json::array();
-  Progress progress("bench");
-  for (DType dtype : dtypes_of(common, machine.device)) {
+std::vector<GemmProblem> grid_of(const GemmAxes& axes, const std::vector<DType>& dtypes) {
+  std::vector<GemmProblem> grid;
+  for (DType dtype : dtypes) {
     for (std::int64_t m : axes.m) {
       for (std::int64_t n : axes.n.empty() ? std::vector{m} : axes.n) {
         for (std::int64_t k : axes.k.empty() ? std::vector{m} : axes.k) {
-          progress.step(fmt::format("{} x {} x {}", m, n, k));
-          GemmProblem problem{
-              .m = m, .n = n, .k = k, .batch = 1, .dtype = dtype, .weight_dtype = {}};
-          const int threads = static_cast<int>(common.threads);
-          const Result<Timing> timing = time_gemm(m, n, k, dtype, threads, rule_of(common));
-          if (!timing && timing.status().code() == StatusCode::kUnsupported) {
-            refused.push_back(Json{{"pipeline", nullptr}, {"reason", timing.status().message()}});
-            continue;
-          }
-          BenchRow row;
-          row.kind = "gemm";
-          row.timing = value_or_fail(timing);
-          row.shape = Json{{"m", m},
-                           {"n", n},
-                           {"k", k},
-                           {"dtype", to_string(dtype)},
-                           {"threads", common.threads}};
-          row.kernel = "onednn";
-          row.cost = value_or_fail(gemm_cost(problem));
-          const Level level = level_of(machine.spec, row.cost.bytes);
-          DeviceSpec spec = machine.spec;
-          spec.figures["bandwidth_bytes_per_s"].value = level.bandwidth_bytes_per_s;
-          row.predicted = value_or_fail(predict(row.cost, spec));
-          row.bound_s = row.predicted.time_s;
-          row.level = level.name;
-          row.wall_measured = to_string(MeasuredWall::ambiguous);
-          row.wall_reason = "only one size of work was timed";
-          rows.push_back(std::move(row));
+          grid.push_back({.m = m, .n = n, .k = k, .batch = 1, .dtype = dtype, .weight_dtype = {}});
         }
       }
     }
   }
-  if (rows.empty()) {
-    fail(Exit::bad_input, "bench gemm", refused.front().at("reason").get<std::string>());
-  }
-  finish(rows, refused, machine, common, baseline, context);
+  return grid;
+}
+
+void bench_gemm(const GemmAxes& axes, const Common& common, Context& context) {
+  const auto run_point = [&common](const GemmProblem& problem, const ThisMachine& machine,
+                                   BenchResults& results) {
+    if (machine.device.kind != Device::Kind::cpu) {
+      fail_flag("--device", common.device, "cpu (rafter probe --device cuda times the GPU's GEMM)");
+    }
+    const Result<Timing> timing = time_gemm(problem.m, problem.n, problem.k, problem.dtype,
+                                            static_cast<int>(common.threads), rule_of(common));
+    if (!timing && timing.status().code() == StatusCode::kUnsupported) {
+      results.refused.push_back(Json{{"pipeline", nullptr}, {"reason", timing.status().message()}});
+      return;
+    }
+    BenchRow row;
+    row.kind = "gemm";
+    row.timing = value_or_fail(timing);
+    row.shape = Json{{"m", problem.m},
+                     {"n", problem.n},
+                     {"k", problem.k},
+                     {"dtype", to_string(problem.dtype)},
+                     {"threads", common.threads}};
+    row.kernel = "onednn";
+    row.cost = value_or_fail(gemm_cost(problem));
+    predict_row(row, machine.spec);
+    results.rows.push_back(std::move(row));
+  };
+  bench_points("gemm", axes, common, run_point, context);
 }
 
 void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
@@ -115,12 +101,7 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
                   {"rafter bench backward --causal 1 --kernel backward_simd_avx2", "one kernel"}}));
   }
   add_shapes(*command, *axes);
-  add_pipelines(*command, axes->pipelines, "which pipelines");
-  CLI::Option* kernel =
-      add_text(*command, "--kernel", axes->kernel, "this kernel alone (rafter kernels)", "NAME");
-  kernel->excludes(command->get_option("--pipeline"));
-  add_switch(*command, "--evidence", axes->evidence,
-             "also time twice the work and added FLOPs, to name the wall");
+  add_what_runs(*command, axes->pipelines, axes->kernel, axes->evidence);
   add_common(*command, *common, context);
   command->callback([axes, common, &context] {
     bench_grid(

@@ -241,14 +241,6 @@ std::optional<AddedFlops> added_flops(const AttentionProblem& problem, Pipeline 
   return best;
 }
 
-namespace {
-
-// A case with its companions for the evidence, and where their samples stand in the timings.
-struct Prepared {
-  std::size_t result = 0;
-  std::optional<std::size_t> once, twice, more;
-};
-
 Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidth) {
   const auto figure = spec.figures.find("bandwidth_bytes_per_s");
   if (figure != spec.figures.end() && bandwidth != figure->second.value) {
@@ -256,6 +248,14 @@ Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidt
   }
   return predict(cost, spec);
 }
+
+namespace {
+
+// A case with its companions for the evidence, and where their samples stand in the timings.
+struct Prepared {
+  std::size_t result = 0;
+  std::optional<std::size_t> once, twice, more;
+};
 
 // The backward also reads o and d_o, and writes a gradient for each of q, k and v.
 double declared_bytes(const AttentionProblem& p, Pass pass, std::span<const std::int64_t> lengths) {

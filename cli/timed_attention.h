@@ -64,6 +64,8 @@ struct Level {
   double bandwidth_bytes_per_s = 0;
 };
 Level level_of(const DeviceSpec& spec, double working_set_bytes);
+/// The cost on a device whose memory had another bandwidth, that of a level.
+Result<Prediction> predict_at(const Cost& cost, DeviceSpec spec, double bandwidth);
 /// What is read before a cold call on a GPU: twice its L2.
 double flush_bytes(const DeviceSpec& spec);
 

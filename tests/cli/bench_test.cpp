@@ -246,6 +246,8 @@ TEST(BenchCommand, GemmRowsCountTwoMnk) {
   const auto& row = document.at("benchmarks").at(0);
   EXPECT_DOUBLE_EQ(row.at("flops").get<double>(), 2.0 * 64 * 48 * 32);
   EXPECT_DOUBLE_EQ(row.at("bytes").get<double>(), 4.0 * (64 * 32 + 32 * 48 + 64 * 48));
+  EXPECT_EQ(row.at("wall_measured"), "ambiguous");
+  EXPECT_EQ(row.at("wall_reason"), "only one size of work was timed");
 }
 
 TEST(BenchCommand, RefusesByName) {
