@@ -1,264 +1,27 @@
 // rafter run: attention on the user's own arrays, results to .npy files.
-#include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <limits>
+#include <memory>
 #include <optional>
 
 #include "cli/args.h"
 #include "cli/files.h"
 #include "cli/kernel_flag.h"
-#include "cli/npy.h"
+#include "cli/npy_output.h"
 #include "cli/output.h"
 #include "cli/qkv.h"
 #include "cli/resident.h"
+#include "cli/run_flags.h"
+#include "cli/run_inputs.h"
+#include "cli/run_report.h"
 #include "rafter/attention.h"
 #include "rafter/kernels.h"
 #include "rafter/measure.h"
 
 namespace rafter::cli {
 namespace {
-
-struct RunFlags {
-  QkvFlags qkv;
-  std::string out, lse;
-  std::optional<DType> dtype;
-  std::string device = "cpu";
-  std::optional<Pipeline> pipeline;
-  std::string kernel;
-  std::optional<std::int64_t> threads, splits;
-  MaskFlags mask;
-  std::optional<double> softmax_scale;
-  double softcap = 0;
-  std::string cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, tree_mask;
-  std::string dout, dlse, dq, dk, dv;
-
-  /// The flags that name files to write, and where to.
-  std::vector<std::pair<const char*, const std::string*>> outputs() const {
-    return {{"--out", &out}, {"--lse", &lse}, {"--dq", &dq}, {"--dk", &dk}, {"--dv", &dv}};
-  }
-  /// Those that name files to read.
-  std::vector<std::pair<const char*, const std::string*>> inputs() const {
-    return {{"--q", &qkv.q},
-            {"--k", &qkv.k},
-            {"--v", &qkv.v},
-            {"--qkv", &qkv.qkv},
-            {"--k-scale", &qkv.k_scale},
-            {"--v-scale", &qkv.v_scale},
-            {"--dout", &dout},
-            {"--dlse", &dlse},
-            {"--cu-seqlens-q", &cu_seqlens_q},
-            {"--cu-seqlens-kv", &cu_seqlens_kv},
-            {"--seqused-kv", &seqused_kv},
-            {"--page-table", &page_table},
-            {"--tree-mask", &tree_mask}};
-  }
-};
-
-/// Index files of the layout; those not given stay empty.
-struct Indices {
-  std::optional<Array> cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table;
-  std::optional<Array> tree_mask;  // int64 words
-};
-
-IndexView view_of_indices(const std::optional<Array>& array) {
-  if (!array) {
-    return {};
-  }
-  return value_or_fail(Resident::copy_of(Device::cpu(), *array)).indices();
-}
-
-std::optional<Array> read_indices(const std::string& path, const std::string& flag,
-                                  std::size_t rank, const char* shape) {
-  if (path.empty()) {
-    return std::nullopt;
-  }
-  Array array = value_or_fail(read_npy(path, Expect::indices, flag));
-  if (array.shape.size() != rank) {
-    fail(Status::invalid_argument(flag + " " + one_line(path), "shape " + shape_text(array.shape),
-                                  shape));
-  }
-  return array;
-}
-
-Indices read_all_indices(const RunFlags& flags) {
-  if (flags.cu_seqlens_q.empty() != flags.cu_seqlens_kv.empty()) {
-    fail_flag(flags.cu_seqlens_q.empty() ? "--cu-seqlens-q" : "--cu-seqlens-kv", "nothing",
-              "--cu-seqlens-q and --cu-seqlens-kv together");
-  }
-  if (!flags.cu_seqlens_q.empty() && !flags.page_table.empty()) {
-    fail_flag("--page-table", "together with --cu-seqlens-q", "one of the two layouts");
-  }
-  Indices indices;
-  indices.cu_seqlens_q = read_indices(flags.cu_seqlens_q, "--cu-seqlens-q", 1, "[batch + 1]");
-  indices.cu_seqlens_kv = read_indices(flags.cu_seqlens_kv, "--cu-seqlens-kv", 1, "[batch + 1]");
-  indices.seqused_kv = read_indices(flags.seqused_kv, "--seqused-kv", 1, "[batch]");
-  indices.page_table =
-      read_indices(flags.page_table, "--page-table", 2, "[batch, pages per sequence]");
-  indices.tree_mask = read_indices(flags.tree_mask, "--tree-mask", 2, "[batch, seqlen_q]");
-  if (indices.tree_mask && indices.tree_mask->dtype != DType::i64) {
-    fail(Status::invalid_argument("--tree-mask " + one_line(flags.tree_mask), "int32",
-                                  "int64, a word of bits for each query,"));
-  }
-  if (indices.cu_seqlens_q && indices.cu_seqlens_q->elements() == 0) {
-    fail(Status::invalid_argument("--cu-seqlens-q " + one_line(flags.cu_seqlens_q), "no entry",
-                                  "[batch + 1] entries, the first of them 0,"));
-  }
-  return indices;
-}
-
-/// The longest sequence, at most `total`: entries that are out of order or range are left for the
-/// library to name.
-std::int64_t longest(const IndexView& cu_seqlens, std::int64_t total) {
-  std::int64_t most = 0;
-  for (std::int64_t b = 0; b + 1 < cu_seqlens.size; ++b) {
-    std::int64_t length = 0;
-    if (!__builtin_sub_overflow(cu_seqlens[b + 1], cu_seqlens[b], &length)) {
-      most = std::max(most, length);
-    }
-  }
-  return std::min(most, total);
-}
-
-AttentionProblem packed_problem(const Qkv& qkv, const Indices& indices) {
-  AttentionProblem problem;
-  problem.layout = Layout::packed;
-  problem.batch = indices.cu_seqlens_q->elements() - 1;
-  problem.total_q = qkv.q.shape[0];
-  problem.total_kv = qkv.k.shape[0];
-  problem.seqlen_q = longest(view_of_indices(indices.cu_seqlens_q), problem.total_q);
-  problem.seqlen_kv = longest(view_of_indices(indices.cu_seqlens_kv), problem.total_kv);
-  problem.heads_q = qkv.q.shape[1];
-  problem.heads_kv = qkv.k.shape[1];
-  problem.head_dim = qkv.q.shape[2];
-  problem.head_dim_v = qkv.v.shape[2];
-  problem.dtype = qkv.q.dtype;
-  problem.kv_dtype = qkv.k.dtype;
-  return problem;
-}
-
-AttentionProblem paged_problem(const Qkv& qkv, const Array& table, const std::string& path) {
-  AttentionProblem problem = dense_problem(qkv);
-  problem.layout = Layout::paged;
-  problem.num_pages = qkv.k.shape[0];
-  problem.page_size = qkv.k.shape[1];
-  if (table.shape[0] != problem.batch) {
-    fail(Status::invalid_argument("--page-table " + one_line(path),
-                                  "shape " + shape_text(table.shape),
-                                  fmt::format("[batch = {}, pages per sequence]", problem.batch)));
-  }
-  if (__builtin_mul_overflow(table.shape[1], problem.page_size, &problem.seqlen_kv)) {
-    fail(Status::invalid_argument("--page-table " + one_line(path),
-                                  "shape " + shape_text(table.shape),
-                                  "fewer than 2^63 keys per sequence"));
-  }
-  return problem;
-}
-
-AttentionProblem problem_of(const RunFlags& flags, const Qkv& qkv, const Indices& indices) {
-  AttentionProblem problem = indices.cu_seqlens_q ? packed_problem(qkv, indices)
-                             : indices.page_table
-                                 ? paged_problem(qkv, *indices.page_table, flags.page_table)
-                                 : dense_problem(qkv);
-  problem.mask = mask_of(flags.mask);
-  if (flags.softmax_scale) {
-    problem.softmax_scale = static_cast<float>(*flags.softmax_scale);
-  }
-  problem.softcap = static_cast<float>(flags.softcap);
-  problem.seqused_kv = indices.seqused_kv.has_value();
-  problem.tree_mask = indices.tree_mask.has_value();
-  return problem;
-}
-
-/// The same path, or another way to the same file.
-bool same_file(const std::string& a, const std::string& b) {
-  std::error_code none;
-  return !a.empty() && (a == b || std::filesystem::equivalent(a, b, none));
-}
-
-/// Refusals that need no file's contents.
-void check_flags(const RunFlags& flags) {
-  for (const auto& [flag, path] : {std::pair("--dlse", &flags.dlse), std::pair("--dq", &flags.dq),
-                                   std::pair("--dk", &flags.dk), std::pair("--dv", &flags.dv)}) {
-    if (!path->empty() && flags.dout.empty()) {
-      fail_flag(flag, "without --dout", "only with --dout, the gradient of o,");
-    }
-  }
-  if (!flags.dout.empty() && !flags.page_table.empty()) {
-    fail_flag("--dout", "together with --page-table",
-              "dense or packed keys (a gradient has no pages)");
-  }
-  if (required_device(flags.device).kind == Device::Kind::cuda && flags.threads) {
-    fail_flag("--threads", std::to_string(*flags.threads), "none with --device cuda");
-  }
-  const auto outputs = flags.outputs();
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const auto& [flag, path] = outputs[i];
-    for (std::size_t j = 0; j < i && !path->empty(); ++j) {
-      if (same_file(*path, *outputs[j].second)) {
-        fail_flag(flag, *path, fmt::format("another file than that of {}", outputs[j].first));
-      }
-    }
-    for (const auto& [input, read] : flags.inputs()) {
-      if (same_file(*path, *read)) {
-        fail_flag(flag, *path, fmt::format("another file than that of {}", input));
-      }
-    }
-    if (path->ends_with(".safetensors")) {
-      fail_flag(flag, *path, "a .npy file");
-    }
-  }
-}
-
-/// An output array and the file it goes to.
-struct Output {
-  Array array;
-  std::optional<OutputFile> file;
-};
-
-/// The temporary file is made before the work, so that a folder that cannot be written is refused
-/// at once.
-Output make_output(std::vector<std::int64_t> shape, const std::string& path,
-                   const std::string& flag) {
-  Output output{value_or_fail(allocate_array(DType::f32, std::move(shape), flag)), {}};
-  if (!path.empty()) {
-    Result<OutputFile> file = OutputFile::create(path);
-    if (!file.is_ok()) {
-      const Status& status = file.status();
-      fail(Status(status.code(), flag + " " + one_line(path), status.given(), status.allowed()));
-    }
-    output.file = std::move(file).value();
-  }
-  return output;
-}
-
-/// Writes the array behind its header; the file appears under its name in commit() only.
-void write_output(Output& output, const std::string& label) {
-  if (!output.file) {
-    return;
-  }
-  const std::string header = npy_header(output.array.shape);
-  for (const std::span<const std::byte> bytes :
-       {std::as_bytes(std::span(header)), std::span<const std::byte>(output.array.span())}) {
-    const Status status = output.file->write(bytes.data(), bytes.size());
-    if (!status) {
-      fail(Status(status.code(), label, status.given(), status.allowed()));
-    }
-  }
-}
-
-void commit_output(Output& output, const std::string& label) {
-  if (output.file) {
-    const Status status = output.file->commit();
-    if (!status) {
-      fail(Status(status.code(), label, status.given(), status.allowed()));
-    }
-  }
-}
 
 /// The pass that --kernel names; forward without it.
 Pass pass_of_kernel(const std::string& name) {
@@ -377,89 +140,11 @@ Placed place(const Device& device, const Qkv& qkv, const Indices& indices, const
 /// What the device holds, in the array that goes to the file.
 void fetch(const Resident& from, Array& into) { into = value_or_fail(from.fetch()); }
 
-std::int64_t nan_elements(const Array& array) {
-  const float* values = reinterpret_cast<const float*>(array.data.get());
-  return std::count_if(values, values + array.elements(), [](float x) { return std::isnan(x); });
-}
-
-Json echo(const AttentionProblem& problem, const char* layout) {
-  Json json = Json::object();
-  json["layout"] = layout;
-  json["batch"] = problem.batch;
-  json["heads_q"] = problem.heads_q;
-  json["heads_kv"] = problem.heads_kv;
-  json["seqlen_q"] = problem.seqlen_q;
-  json["seqlen_kv"] = problem.seqlen_kv;
-  json["head_dim"] = problem.head_dim;
-  json["head_dim_v"] = problem.head_dim_v;
-  json["dtype"] = to_string(problem.dtype);
-  json["kv_dtype"] = to_string(*problem.kv_dtype);
-  json["window_left"] = problem.mask.window_left;
-  json["window_right"] = problem.mask.window_right;
-  json["mask_align"] = problem.mask.align == MaskAlign::top_left ? "top-left" : "bottom-right";
-  json["softmax_scale"] = number(static_cast<double>(*problem.softmax_scale));
-  json["softcap"] = number(static_cast<double>(problem.softcap));
-  json["tree_mask"] = problem.tree_mask;
-  return json;
-}
-
-const char* layout_name(Layout layout) {
-  switch (layout) {
-    case Layout::packed:
-      return "packed";
-    case Layout::paged:
-      return "paged";
-    default:
-      return "dense";
-  }
-}
-
-/// What a pass was predicted to take, and took.
-template <typename Keys>
-void set_pass(Keys& keys, const Plan& plan, const Timing& timing) {
-  const Prediction& predicted = plan.prediction();
-  const auto set = [&keys](const char* key, Json value) {
-    if constexpr (std::is_same_v<Keys, Json>) {
-      keys[key] = std::move(value);
-    } else {
-      keys.set(key, std::move(value));
-    }
-  };
-  set("wall", to_string(predicted.wall));
-  set("near_ridge", predicted.near_ridge);
-  set("predicted_time_s", number(predicted.time_s));
-  set("measured_time_s", number(timing.seconds.median));
-  set("measured_time_low_s", number(timing.seconds.p10));
-  set("measured_time_high_s", number(timing.seconds.p90));
-  set("runs", timing.seconds.n * timing.calls_per_sample);
-  set("flops", number(plan.cost().flops));
-  set("bytes", number(plan.cost().bytes));
-  set("measured_flop_per_s", number(plan.cost().flops / timing.seconds.median));
-  set("workspace_bytes", plan.workspace_bytes());
-}
-
-Json backward_json(const Plan& plan, const Timing& timing) {
-  Json json = {{"kernel", plan.kernel()}, {"pipeline", to_string(plan.pipeline())}};
-  set_pass(json, plan, timing);
-  return json;
-}
-
 /// The arrays of the gradients; all are computed, those with a file are kept.
 struct Gradients {
   Array d_o, dlse;
   Output dq, dk, dv;
 };
-
-Array read_gradient(const std::string& path, const char* flag, const RunFlags& flags,
-                    const std::vector<std::int64_t>& shape, DType dtype) {
-  Array array = value_or_fail(
-      read_npy(path, flags.dtype == DType::bf16 ? Expect::values_bf16 : Expect::values, flag));
-  const std::string label = std::string(flag) + " " + one_line(path);
-  if (array.shape != shape) {
-    fail(Status::invalid_argument(label, "shape " + shape_text(array.shape), shape_text(shape)));
-  }
-  return value_or_fail(convert(array, dtype, label));
-}
 
 Gradients make_gradients(const RunFlags& flags, const Qkv& qkv, const Array& o, const Array& lse) {
   Gradients g;
@@ -491,32 +176,6 @@ PlacedGradients place(const Device& device, const Gradients& g) {
 
 LseView lse_view(const Resident& lse, const TensorView& o) {
   return LseView::contiguous(static_cast<float*>(lse.data()), o.batch, o.heads, o.seqlen);
-}
-
-void report(const RunFlags& flags, const Plans& plans, const Timing& forward,
-            const std::optional<Timing>& backward, const Array& o, const Context& context) {
-  const Plan& plan = *plans.forward;
-  Document document;
-  document.set("kernel", plan.kernel())
-      .set("pipeline", to_string(plan.pipeline()))
-      .set("threads", Json(plan.threads()))
-      .set("problem", echo(plan.problem(), layout_name(plan.problem().layout)));
-  set_pass(document, plan, forward);
-  document.set("device", plan.prediction().device)
-      .set("convention", plan.prediction().convention)
-      .set("nan_elements", Json(nan_elements(o)));
-  if (backward) {
-    document.set("backward", backward_json(*plans.backward, *backward));
-  }
-  for (const auto& [flag, path] : flags.outputs()) {
-    const std::string key = flag + 2;
-    if (backward || key == "out" || key == "lse") {
-      document.set(key, path->empty() ? Json(nullptr) : Json(*path));
-      document.label(key, (key == "out" ? "o" : key) + " written to");
-    }
-  }
-  document.label("nan_elements", "NaN in the output");
-  document.print(context);
 }
 
 void run(const RunFlags& flags, const Context& context) {
@@ -583,26 +242,25 @@ void run(const RunFlags& flags, const Context& context) {
   }
   fetch(placed.o, o.array);
   fetch(placed.lse, lse.array);
-  std::vector<std::pair<Output*, std::string>> outputs = {{&o, "--out " + one_line(flags.out)},
-                                                          {&lse, "--lse " + one_line(flags.lse)}};
+  std::vector<Output*> outputs = {&o, &lse};
   if (g) {
     fetch(placed_g->dq, g->dq.array);
     fetch(placed_g->dk, g->dk.array);
     fetch(placed_g->dv, g->dv.array);
-    outputs.insert(outputs.end(), {{&g->dq, "--dq " + one_line(flags.dq)},
-                                   {&g->dk, "--dk " + one_line(flags.dk)},
-                                   {&g->dv, "--dv " + one_line(flags.dv)}});
+    outputs.insert(outputs.end(), {&g->dq, &g->dk, &g->dv});
   }
-  for (const auto& [output, label] : outputs) {
-    write_output(*output, label);
+  for (Output* output : outputs) {
+    write_output(*output);
   }
-  const Timing forward_time = time_runs(forward, clock);
-  const std::optional<Timing> backward_time =
-      has_backward ? std::optional(time_runs(backward, clock)) : std::nullopt;
-  for (const auto& [output, label] : outputs) {
-    commit_output(*output, label);
+  const TimedPass timed_forward{*plans.forward, time_runs(forward, clock)};
+  std::optional<TimedPass> timed_backward;
+  if (has_backward) {
+    timed_backward.emplace(TimedPass{*plans.backward, time_runs(backward, clock)});
   }
-  report(flags, plans, forward_time, backward_time, o.array, context);
+  for (Output* output : outputs) {
+    commit_output(*output);
+  }
+  report_run(flags, timed_forward, timed_backward, o.array, context);
 }
 
 void add_run_flags(CLI::App& command, RunFlags& flags) {
