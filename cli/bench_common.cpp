@@ -24,8 +24,6 @@ void add_common(CLI::App& command, Common& common, Context& context) {
   add_text(command, "--device", common.device,
            "cpu (the default) or cuda with its probe file, else a quick probe; or such a file",
            "cpu|cuda|FILE.json");
-  add_switch(command, "--counters", common.counters,
-             "also count the bytes at the memory of a GPU, where this machine allows it");
   add_text(command, "--out", common.out, "append one record a row to this file", "FILE.jsonl");
   add_text(command, "--baseline", common.baseline,
            "compare with the newest records of this file; exit 1 when a row is slower",
@@ -34,6 +32,11 @@ void add_common(CLI::App& command, Common& common, Context& context) {
            "slower: baseline time over this time is below it, and the intervals are apart",
            {0.01, 1});
   add_format(command, context);
+}
+
+void add_counters(CLI::App& command, Common& common) {
+  add_switch(command, "--counters", common.counters,
+             "also count the bytes at the memory of a GPU, where this machine allows it");
 }
 
 void add_what_runs(CLI::App& command, std::vector<Pipeline>& pipelines, std::string& kernel,
@@ -115,7 +118,7 @@ void remark_on_counters(const std::vector<BenchRow>& rows, Document& document) {
   std::int64_t counted = 0, apart = 0;
   std::string reason;
   for (const BenchRow& row : rows) {
-    if (!row.more.contains("counted_bytes") || row.kind == "gemm") {
+    if (!row.more.contains("counted_bytes")) {
       continue;
     }
     if (row.more["counted_bytes"].is_null()) {

@@ -19,7 +19,7 @@
 
 namespace rafter::cli {
 
-/// What every kind of bench takes.
+/// What the kinds of bench take.
 struct Common {
   std::string device;
   std::string out;
@@ -35,6 +35,8 @@ struct Common {
 std::vector<DType> dtypes_of(const Common& common, const Device& device);
 StopRule rule_of(const Common& common);
 void add_common(CLI::App& command, Common& common, Context& context);
+/// --counters of the kinds whose bytes are counted.
+void add_counters(CLI::App& command, Common& common);
 /// --pipeline, --kernel and --evidence of the kinds that run attention.
 void add_what_runs(CLI::App& command, std::vector<Pipeline>& pipelines, std::string& kernel,
                    bool& evidence);

@@ -149,6 +149,7 @@ void add_bench_decode(CLI::App& bench, Context& context) {
   add_length(*command, "--splits", axes->splits, "parts of the keys (0: the kernel's own)",
              {0, 1 << 20});
   add_what_runs(*command, axes->pipelines, axes->kernel, axes->evidence);
+  add_counters(*command, *common);
   add_common(*command, *common, context);
   command->callback([axes, common, &context] {
     if (!axes->lengths.empty()) {

@@ -1,5 +1,6 @@
 // rafter bench model: a whole model's prefill and decode, operation by operation, predicted beside
 // measured.
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <map>
@@ -7,6 +8,7 @@
 
 #include "cli/bench_common.h"
 #include "cli/npy.h"
+#include "cli/npy_output.h"
 #include "rafter/transformer.h"
 
 namespace rafter::cli {
@@ -20,7 +22,7 @@ struct ModelAxes {
   std::vector<Pipeline> pipelines = {Pipeline::fused};
   std::vector<bool> fuse = {true};
   std::int64_t page_size = 64;
-  std::int64_t seed = 1;
+  std::optional<std::int64_t> seed;
   bool operations = true;
   std::string tokens, logits;
   std::optional<std::int64_t> prompt;
@@ -50,16 +52,18 @@ TransformerConfig config_of(const std::string& name) {
   return *std::move(config);
 }
 
-/// Weights of a folder, or random ones of a built-in model or of a config.json.
+bool has_weights(const std::string& name) { return is_path(name) && !name.ends_with(".json"); }
+
+/// Those weights, or random ones of a built-in model or of a config.json.
 Transformer model_of(const ModelAxes& axes, const Device& device, DType dtype) {
   const std::string name = !axes.model.empty()                 ? axes.model
                            : device.kind == Device::Kind::cuda ? "reference-7b"
                                                                : "reference-60m";
-  const bool has_weights = is_path(name) && !name.ends_with(".json");
-  return value_or_fail(has_weights ? Transformer::load(name, device, dtype)
-                                   : Transformer::random(config_of(name),
-                                                         static_cast<std::uint64_t>(axes.seed),
-                                                         device, dtype));
+  return value_or_fail(has_weights(name)
+                           ? Transformer::load(name, device, dtype)
+                           : Transformer::random(config_of(name),
+                                                 static_cast<std::uint64_t>(axes.seed.value_or(1)),
+                                                 device, dtype));
 }
 
 std::vector<std::int32_t> some_tokens(std::int64_t count, std::int64_t vocab, std::int64_t seed) {
@@ -86,7 +90,8 @@ TransformerSession session_of(const Transformer& model, const ModelAxes& axes,
   }
   std::vector<std::vector<std::int32_t>> prompts;
   for (std::int64_t b = 0; b < point.batch; ++b) {
-    prompts.push_back(some_tokens(point.seqlen, model.config().model.vocab_size, axes.seed + b));
+    prompts.push_back(
+        some_tokens(point.seqlen, model.config().model.vocab_size, axes.seed.value_or(1) + b));
   }
   check(session.prepare_prefill(prompts));
   return session;
@@ -244,8 +249,8 @@ BenchRow operation_row(const ModelPoint& point, const Transformer& model, const 
                        const Timing& timing, double step_s) {
   BenchRow row = model_row(point, model, axes, group.name, group.cost, timing);
   row.kernel = group.kernel;
-  const bool cuda = machine.device.kind == Device::Kind::cuda;
-  row.predicted = value_or_fail(predict(group.cost, machine.spec, convention_of(machine, cuda)));
+  const bool graph = machine.device.kind == Device::Kind::cuda;
+  row.predicted = value_or_fail(predict(group.cost, machine.spec, convention_of(machine, graph)));
   row.bound_s = std::max(row.predicted.time_compute_s, row.predicted.time_bandwidth_s);
   row.more["share_of_step"] = number(timing.seconds.median / step_s);
   return row;
@@ -331,9 +336,8 @@ std::vector<std::vector<std::int32_t>> read_tokens(const std::string& path) {
   return prompts;
 }
 
-/// Runs the model on given tokens, the first --prompt of each by a prefill and the rest by decode
-/// steps, and writes the logits of every token: [batch, tokens, vocab_size].
-void write_logits(const ModelAxes& axes, const Common& common, Context& context) {
+/// Refusals of --tokens that need no file's contents.
+void check_tokens_flags(const ModelAxes& axes, const Common& common) {
   for (const auto& [flag, count] :
        {std::pair{"--pipeline", axes.pipelines.size()}, std::pair{"--fuse", axes.fuse.size()},
         std::pair{"--dtype", common.dtypes.size()}}) {
@@ -341,6 +345,21 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
       fail_flag(flag, fmt::format("{} values", count), "one with --tokens");
     }
   }
+  if (!common.device.empty() && common.device != "cpu" && common.device != "cuda") {
+    fail_flag("--device", one_line(common.device), "cpu or cuda with --tokens");
+  }
+  if (axes.seed && has_weights(axes.model)) {
+    fail_flag("--seed", std::to_string(*axes.seed), "random weights with --tokens, or no seed,");
+  }
+  if (same_file(axes.logits, axes.tokens)) {
+    fail_flag("--logits", one_line(axes.logits), "another file than that of --tokens");
+  }
+}
+
+/// Runs the model on given tokens, the first --prompt of each by a prefill and the rest by decode
+/// steps, and writes the logits of every token: [batch, tokens, vocab_size].
+void write_logits(const ModelAxes& axes, const Common& common, Context& context) {
+  check_tokens_flags(axes, common);
   const std::vector<std::vector<std::int32_t>> texts = read_tokens(axes.tokens);
   const auto batch = static_cast<std::int64_t>(texts.size()),
              count = batch > 0 ? static_cast<std::int64_t>(texts[0].size()) : 0;
@@ -348,7 +367,7 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
   if (prompt > count) {
     fail_flag("--prompt", std::to_string(prompt), fmt::format("up to the {} of --tokens", count));
   }
-  const Device device = required_device(common.device.empty() ? "cpu" : common.device);
+  const Device device = required_device(common.device);
   const Transformer model = model_of(axes, device, dtypes_of(common, device).front());
   TransformerSession session =
       value_or_fail(TransformerSession::make(model, {.max_batch = batch,
@@ -358,12 +377,13 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
                                                      .fuse = axes.fuse.front(),
                                                      .all_logits = true}));
   const std::int64_t vocab = model.config().model.vocab_size;
-  std::vector<float> all(static_cast<std::size_t>(batch * count * vocab));
+  Output all = make_output({batch, count, vocab}, axes.logits, "--logits");
+  auto* const logits = reinterpret_cast<float*>(all.array.data.get());
   // Row t of each of so many sequences, as a step gives them.
   const auto keep = [&](const std::vector<float>& step, std::int64_t first, std::int64_t rows) {
     for (std::int64_t b = 0; b < batch; ++b) {
       std::copy_n(step.begin() + b * rows * vocab, rows * vocab,
-                  all.begin() + (b * count + first) * vocab);
+                  logits + (b * count + first) * vocab);
     }
   };
   std::vector<std::vector<std::int32_t>> prompts;
@@ -380,18 +400,12 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
     check(session.decode(next));
     keep(value_or_fail(session.logits()), t, 1);
   }
-  const std::vector<std::int64_t> shape = {batch, count, vocab};
-  OutputFile file = value_or_fail(OutputFile::create(axes.logits));
-  const std::string header = npy_header(shape);
-  check(file.write(header.data(), header.size()));
-  check(file.write(all.data(), all.size() * sizeof(float)));
-  check(file.commit());
+  write_output(all);
+  commit_output(all);
   Document document;
-  document.set("model", model.config().model.name);
-  document.set("dtype", to_string(model.dtype()));
+  document.set("model", model.config().model.name).set("dtype", to_string(model.dtype()));
   document.set("batch", Json(batch)).set("tokens", Json(count)).set("prompt", Json(prompt));
-  document.set("logits", axes.logits);
-  document.print(context);
+  document.set("logits", axes.logits).print(context);
 }
 
 void bench_model(const ModelAxes& axes, const Common& common, Context& context) {
@@ -456,26 +470,31 @@ void add_bench_model(CLI::App& bench, Context& context) {
                "residual add with RMSNorm, SiLU with its product, RoPE with the append");
   add_length(*command, "--page-size", axes->page_size, "tokens of a page of the cache",
              {1, 1 << 20});
-  add_length(*command, "--seed", axes->seed, "of random weights", {0, 1 << 30});
+  add_length(*command, "--seed", axes->seed, "of random weights and prompts (default: 1)",
+             {0, 1 << 30});
   add_switch(*command, "--operations", axes->operations, "time each operation by itself too");
   CLI::Option* tokens = add_text(*command, "--tokens", axes->tokens,
                                  "no timing: run these, [batch, tokens]", "FILE.npy");
   CLI::Option* logits = add_text(*command, "--logits", axes->logits,
                                  "with --tokens: logits of every token, float32", "FILE.npy");
-  CLI::Option* prompt = add_length(*command, "--prompt", axes->prompt,
-                                   "with --tokens: so many by prefill, the rest by decode steps "
-                                   "(default: all)",
-                                   {1, 1 << 20});
+  add_length(*command, "--prompt", axes->prompt,
+             "with --tokens: so many by prefill, the rest by decode steps "
+             "(default: all)",
+             {1, 1 << 20})
+      ->needs(tokens);
   tokens->needs(logits);
   logits->needs(tokens);
-  prompt->needs(tokens);
   add_common(*command, *common, context);
-  command->remove_option(command->get_option("--counters"));  // steps are timed, not counted
   for (const char* const timing : {"--phase", "--seqlen", "--batch", "--operations", "--time",
                                    "--out", "--baseline", "--threshold"}) {
     tokens->excludes(command->get_option(timing));
   }
-  command->callback([axes, common, &context] { bench_model(*axes, *common, context); });
+  command->callback([axes, common, command, &context] {
+    if (command->count("--pipeline") > 0 && !std::ranges::count(axes->phases, "prefill")) {
+      fail_flag("--pipeline", "without a prefill", "--phase prefill (decode has one pipeline)");
+    }
+    bench_model(*axes, *common, context);
+  });
 }
 
 }  // namespace rafter::cli

@@ -119,6 +119,7 @@ void add_bench_recompute(CLI::App& bench, Context& context) {
                  "--seqlen 1k,4k,16k --out r.jsonl",
                  "on the GPU; one record a point has both"}}));
   add_shapes(*command, *axes);
+  add_counters(*command, *common);
   add_common(*command, *common, context);
   command->callback([axes, common, &context] { bench_recompute(*axes, *common, context); });
 }

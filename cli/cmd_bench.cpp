@@ -102,6 +102,7 @@ void add_bench_attention(CLI::App& bench, Pass pass, Context& context) {
   }
   add_shapes(*command, *axes);
   add_what_runs(*command, axes->pipelines, axes->kernel, axes->evidence);
+  add_counters(*command, *common);
   add_common(*command, *common, context);
   command->callback([axes, common, &context] {
     bench_grid(

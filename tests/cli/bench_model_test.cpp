@@ -154,6 +154,11 @@ TEST(BenchModel, RefusesByName) {
   expect_refused({"bench", "model", "--tokens", "t.npy"}, {"--tokens", "--logits"});
   expect_refused({"bench", "model", "--prompt", "3"}, {"--prompt", "--tokens"});
   expect_refused({"bench", "model", "--counters", "true"}, {"--counters"});
+  expect_refused({"bench", "model", "--phase", "decode", "--pipeline", "fused"},
+                 {"--pipeline", "--phase prefill"});
+  expect_refused({"bench", "model", "--model", scene.folder.path(), "--seed", "2", "--tokens",
+                  "t.npy", "--logits", "l.npy"},
+                 {"--seed", "random weights"});
   const auto with_tokens = [](const char* flag, const char* value,
                               const std::vector<std::string>& words) {
     expect_refused({"bench", "model", "--tokens", "t.npy", "--logits", "l.npy", flag, value},
@@ -163,6 +168,10 @@ TEST(BenchModel, RefusesByName) {
                            "--phase", "--threshold"}) {
     with_tokens(flag, "1", {flag, "--tokens"});  // they are of timing
   }
+  with_tokens("--device", "gpu.json", {"--device", "gpu.json", "cuda", "--tokens"});
+  expect_refused({"bench", "model", "--tokens", scene.folder / "config.json", "--logits",
+                  scene.folder / "./config.json"},
+                 {"--logits", "config.json", "--tokens"});
   with_tokens("--fuse", "0,1", {"--fuse", "2 values", "--tokens"});
   with_tokens("--dtype", "f32,bf16", {"--dtype", "2 values", "--tokens"});
   with_tokens("--pipeline", "fused,unfused", {"--pipeline", "2 values", "--tokens"});

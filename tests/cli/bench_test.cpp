@@ -209,6 +209,7 @@ TEST(BenchCommand, AppendTimesRowsIntoCaches) {
   expect_refused({"bench", "append", "--kv-dtype", "f16", "--device", device_file(folder)},
                  {"--kv-dtype", "e4m3"});
   expect_refused({"bench", "append", "--threads", "2"}, {"--threads"});
+  expect_refused({"bench", "append", "--counters", "1"}, {"--counters"});  // none are read
 }
 
 TEST(BenchCommand, DecodeRowsReadTheCacheOnce) {
@@ -248,6 +249,7 @@ TEST(BenchCommand, GemmRowsCountTwoMnk) {
   EXPECT_DOUBLE_EQ(row.at("bytes").get<double>(), 4.0 * (64 * 32 + 32 * 48 + 64 * 48));
   EXPECT_EQ(row.at("wall_measured"), "ambiguous");
   EXPECT_EQ(row.at("wall_reason"), "only one size of work was timed");
+  expect_refused({"bench", "gemm", "--counters", "1"}, {"--counters"});
 }
 
 TEST(BenchCommand, RefusesByName) {
