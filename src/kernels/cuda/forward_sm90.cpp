@@ -62,13 +62,21 @@ Acceptance accepts(const KernelProblem& problem) {
   return cuda::accepts_sm90_device(problem);
 }
 
-/// Query tiles differ in work or their number is only known on the device: CTAs draw them.
-bool draws_tiles(const AttentionProblem& p) {
+/// Query tiles differ in work or their number is only known on the device.
+bool tiles_differ(const AttentionProblem& p) {
   return !p.mask.is_none() || p.layout == Layout::packed || p.seqused_kv;
 }
 
+/// CTAs draw tiles that differ from a counter, save where each has no more than one: a workspace
+/// and its clearing would then take longer than the kernel gains.
+bool draws_tiles(const AttentionProblem& p, int sms) {
+  return tiles_differ(p) && tiles_of(p) > sms;
+}
+
 std::int64_t workspace(const KernelProblem& problem) {
-  return draws_tiles(problem.attention) ? kCounterBytes : 0;
+  const cuda::DeviceScope device(problem.device_index);
+  const Result<int> sms = cuda::sm_count();
+  return draws_tiles(problem.attention, sms ? *sms : 0) ? kCounterBytes : 0;
 }
 
 /// A tile costs all of its rows, however few of them are queries: one query is decode_sm90's.
@@ -138,7 +146,7 @@ int section_of(const AttentionProblem& p, int sms) {
   const std::int64_t kv_bytes = p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2;
   const std::int64_t heads = p.layout == Layout::packed ? p.heads_q : p.batch * p.heads_q;
   const std::int64_t cached = tiles::heads_in_cache(heads, group, kv_bytes, kCacheBytes);
-  if (draws_tiles(p)) {
+  if (tiles_differ(p)) {
     return static_cast<int>(cached);
   }
   const std::int64_t blocks = div_up(p.seqlen_q, kSm90ForwardRows[row_of(p)].tile_q());
@@ -191,7 +199,7 @@ Status forward(const ForwardCall& call) {
     return sms.status();
   }
   params.section = section_of(p, *sms);
-  if (draws_tiles(p)) {
+  if (draws_tiles(p, *sms)) {
     params.counter = static_cast<unsigned*>(call.workspace.data);
     if (Status status = cuda::clear(params.counter, kCounterBytes, call.stream.handle); !status) {
       return status;

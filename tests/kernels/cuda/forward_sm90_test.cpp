@@ -710,6 +710,17 @@ TEST(ForwardSm90, FarBatchesHaveTheBitsOfNearOnes) {
   }
 }
 
+TEST(ForwardSm90, DrawsTilesFromAWorkspaceOnlyWhereACtaTakesMoreThanOne) {
+  RAFTER_NEEDS_SM90();
+  const KernelEntry& entry = entries_forward_sm90()[0];
+  const auto bytes = [&](std::int64_t heads, Mask mask) {
+    return entry.workspace({.attention = shape(1, heads, heads, 64, 64, 128, mask)});
+  };
+  EXPECT_EQ(bytes(8, Mask::causal()), 0);
+  EXPECT_GT(bytes(4096, Mask::causal()), 0);
+  EXPECT_EQ(bytes(4096, Mask::none()), 0);
+}
+
 TEST(ForwardSm90, RefusesByNameWhatItDoesNotDo) {
   const auto reason = [](AttentionProblem p) {
     return Loaded::entry().accepts({completed(p), 1, 0}).reason;
