@@ -25,6 +25,7 @@
 #include "hw/cuda/wgmma.cuh"
 #include "kernels/cuda/backward_sm90.h"
 #include "kernels/cuda/backward_sm90_copies.cuh"
+#include "kernels/cuda/backward_sm90_store.cuh"
 #include "kernels/cuda/foreign_rows.cuh"
 #include "kernels/cuda/scores.cuh"
 #include "tiles/sm90_descriptor.h"
@@ -33,16 +34,20 @@ namespace rafter::cuda {
 
 /// kSoftcap: scores go through softcap · tanh(score / softcap).
 template <DType kDType, int kRow, bool kSoftcap>
-struct Backward {
-  static constexpr tiles::Sm90BackwardRow kShape = tiles::kSm90BackwardRows[kRow];
+struct Backward : BackwardStore<kDType, kRow> {
+  using Store = BackwardStore<kDType, kRow>;
+  using Store::kColumns;
+  using Store::key_shift;
+  using Store::kShape;
+  using Store::kSplitsHeadDim;
+  using Store::kSums;
+  using Store::row_shift;
+  using Store::warpgroup;
   static constexpr int kD = kShape.head_dim;
   static constexpr int kTileQ = kShape.tile_q, kTileKv = kShape.tile_kv;
   static constexpr int kQStages = kShape.q_stages, kDoStages = kShape.d_o_stages;
-  static constexpr bool kSplitsHeadDim = kShape.splits_head_dim;
-  // Of a warpgroup: keys of dK and dV, their columns, queries of S.
-  static constexpr int kColumns = kSplitsHeadDim ? kD / 2 : kD;
-  static constexpr int kQueries = kSplitsHeadDim ? kTileQ / 2 : kTileQ;
-  static constexpr int kScores = kQueries / 2, kSums = kColumns / 2;  // accumulators of a thread
+  static constexpr int kQueries = kSplitsHeadDim ? kTileQ / 2 : kTileQ;  // of S of a warpgroup
+  static constexpr int kScores = kQueries / 2;                           // accumulators of a thread
   static constexpr int kPartsOfWarpgroup = kShape.parts_of_warpgroup();
   static constexpr int kDq = kPartsOfWarpgroup * 32;
   static constexpr int kDqBuffers = kShape.dq_buffers;
@@ -129,14 +134,7 @@ struct Backward {
     wgmma_commit();
   }
 
-  __device__ static int warpgroup() { return static_cast<int>(threadIdx.x / 128) - 1; }
-  /// First key of the warpgroup in the item; the thread's row among the warpgroup's, its second is
-  /// 8 further on; the thread's first column in a query tile.
-  __device__ static int key_shift() { return kSplitsHeadDim ? 0 : 64 * warpgroup(); }
-  __device__ static int row_shift() {
-    const int thread = static_cast<int>(threadIdx.x % 128);
-    return thread / 32 * 16 + thread % 32 / 4;
-  }
+  /// The thread's first column in a query tile.
   __device__ static int query_shift() {
     return (kSplitsHeadDim ? kQueries * warpgroup() : 0) + 2 * static_cast<int>(threadIdx.x % 4);
   }
@@ -463,84 +461,6 @@ struct Backward {
     }
   }
 
-  /// Two neighbouring elements.
-  template <typename T>
-  __device__ static void store_pair(T* to, float low, float high) {
-    if constexpr (sizeof(T) == 4) {
-      to[0] = low;
-      to[1] = high;
-    } else {
-      const std::uint32_t pair = pack<kDType>(low, high);
-      to[0] = static_cast<T>(pair);
-      to[1] = static_cast<T>(pair >> 16);
-    }
-  }
-
-  /// The four lanes of a row have pair l of blocks 0 … 3 each; lane l gets all pairs of block l.
-  __device__ static void transpose_quad(std::uint32_t (&pairs)[4]) {
-    const auto exchange = [](bool high, std::uint32_t& low_word, std::uint32_t& high_word,
-                             int lanes) {
-      const std::uint32_t got = __shfl_xor_sync(~0u, high ? low_word : high_word, lanes);
-      (high ? low_word : high_word) = got;
-    };
-    const bool odd = threadIdx.x % 2 != 0, upper = threadIdx.x % 4 >= 2;
-    exchange(odd, pairs[0], pairs[1], 1);
-    exchange(odd, pairs[2], pairs[3], 1);
-    exchange(upper, pairs[0], pairs[2], 2);
-    exchange(upper, pairs[1], pairs[3], 2);
-  }
-
-  template <typename T>
-  __device__ static void store_sums(const BackwardItem& item, const PlainTensor& t,
-                                    std::int64_t batch, int head_dim, float factor,
-                                    const float (&sums)[kSums]) {
-    const int lane = static_cast<int>(threadIdx.x % 4);
-    const int first_column = kSplitsHeadDim ? kColumns * warpgroup() : 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = item.first_key + key_shift() + row_shift() + 8 * h;
-      const bool owned = key < item.seqlen_kv;
-      T* const row = static_cast<T*>(t.data) + batch * t.stride_batch +
-                     (std::int64_t{item.row_kv} + key) * t.stride_seqlen +
-                     item.head * t.stride_heads + first_column;
-      if (sizeof(T) == 2 && t.aligned) {  // 16 bytes a lane: with 4, stores take longer than a tile
-#pragma unroll
-        for (int i = 0; i < kSums / 4; i += 4) {
-          std::uint32_t pairs[4];
-#pragma unroll
-          for (int block = 0; block < 4; ++block) {
-            const float* const two = sums + 4 * (i + block) + 2 * h;
-            pairs[block] = pack<kDType>(two[0] * factor, two[1] * factor);
-          }
-          transpose_quad(pairs);
-          const int column = 8 * (i + lane);
-          if (owned && first_column + column < head_dim) {
-            *reinterpret_cast<uint4*>(row + column) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-          }
-        }
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < kSums / 4; ++i) {
-        const int column = 8 * i + 2 * lane;
-        if (owned && first_column + column < head_dim) {
-          store_pair(row + column, sums[4 * i + 2 * h] * factor, sums[4 * i + 2 * h + 1] * factor);
-        }
-      }
-    }
-  }
-
-  __device__ static void store(const BackwardParams& params, const BackwardItem& item,
-                               const PlainTensor& t, int head_dim, float factor,
-                               const float (&sums)[kSums]) {
-    const std::int64_t batch = params.problem.cu_seqlens_q.data == nullptr ? item.batch : 0;
-    if (t.is_f32) {
-      store_sums<float>(item, t, batch, head_dim, factor, sums);
-    } else {
-      store_sums<std::uint16_t>(item, t, batch, head_dim, factor, sums);
-    }
-  }
-
   __device__ static void consume(const BackwardParams& params, const Shared& shared) {
     std::uint32_t n = 0;
     for (std::uint32_t parity = 0;; parity ^= 1) {
@@ -576,8 +496,8 @@ struct Backward {
         }
       }
       const BackwardItem item = shared.item(parity);
-      store(params, item, params.dk, params.head_dim, params.softmax_scale, dk);
-      store(params, item, params.dv, params.head_dim_v, 1, dv);
+      Store::store(params, item, params.dk, params.head_dim, params.softmax_scale, dk);
+      Store::store(params, item, params.dv, params.head_dim_v, 1, dv);
     }
   }
 };
