@@ -15,7 +15,6 @@
 #include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/backward_simd_task.h"
-#include "kernels/cpu/forward_tasks.h"
 #include "kernels/cpu/simd_products-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -514,7 +513,7 @@ class KeyBlock {
                 .dq = run_.dq(s_, head) + first * layout_.depth,
                 .elsewhere = part(layout_.zero_row)};
     std::fill_n(tile.elsewhere, layout_.depth, 0.0f);
-    wait_for_turn(turn, mine);
+    cpu::wait_for_turn(turn, mine);
     if (select) {
       add_dq<true>(tile, layout_);
     } else {
@@ -523,7 +522,7 @@ class KeyBlock {
     if (block_ == last_block) {
       write_dq(head, first, rows, tile.dq);
     }
-    end_turn(turn, mine);
+    cpu::end_turn(turn, mine);
   }
 
   void write_dq(std::int64_t head, std::int64_t first, std::int64_t rows, float* dq) const {
