@@ -23,39 +23,54 @@ import sys
 import time
 
 
-def cases():
-    """Rows of issue "CPU attention at the speed of the silicon" that are a forward."""
-    base = dict(batch=1, heads=8, head_dim=128, causal=0, dtype="bf16")
-    for seqlen in (16, 32, 64):
-        yield "short", base | dict(seqlen=seqlen)
-    for seqlen in (512, 1024, 4096):
-        yield "d128", base | dict(seqlen=seqlen)
-    yield "causal", base | dict(seqlen=4096, causal=1)
-    yield "d64", base | dict(seqlen=4096, head_dim=64)
-    yield "f32", base | dict(seqlen=4096, dtype="f32")
+class Forward:
+    """What is compared: the cases, rafter's verb, and PyTorch's call."""
+    doc = __doc__
+    verb = "attention"
+    record = "peer"
+    groups = ("short", "d128", "causal", "d64", "f32")
 
+    @staticmethod
+    def cases():
+        """Rows of issue "CPU attention at the speed of the silicon" that are a forward."""
+        base = dict(batch=1, heads=8, head_dim=128, causal=0, dtype="bf16")
+        for seqlen in (16, 32, 64):
+            yield "short", base | dict(seqlen=seqlen)
+        for seqlen in (512, 1024, 4096):
+            yield "d128", base | dict(seqlen=seqlen)
+        yield "causal", base | dict(seqlen=4096, causal=1)
+        yield "d64", base | dict(seqlen=4096, head_dim=64)
+        yield "f32", base | dict(seqlen=4096, dtype="f32")
 
-def worker(threads):
-    """Answers each line on stdin ([case, seconds]) with the times of calls in so many seconds."""
-    import torch
-    import torch.nn.functional as functional
-
-    torch.set_num_threads(threads)
-    print(json.dumps({"torch": torch.__version__}), flush=True)
-    last, tensors = None, ()
-    for line in sys.stdin:
-        case, seconds = json.loads(line)
+    @staticmethod
+    def call_of(torch, case):
+        tensors = [random_tensor(torch, case) for _ in range(3)]
 
         def call():
             with torch.inference_mode():
-                return functional.scaled_dot_product_attention(*tensors,
-                                                               is_causal=bool(case["causal"]))
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *tensors, is_causal=bool(case["causal"]))
 
+        return call
+
+
+def random_tensor(torch, case):
+    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case["dtype"]]
+    shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
+    return torch.randn(shape, dtype=dtype).transpose(1, 2)
+
+
+def worker(what, threads):
+    """Answers each line on stdin ([case, seconds]) with the times of calls in so many seconds."""
+    import torch
+
+    torch.set_num_threads(threads)
+    print(json.dumps({"torch": torch.__version__}), flush=True)
+    last, call = None, None
+    for line in sys.stdin:
+        case, seconds = json.loads(line)
         if case != last:
-            dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case["dtype"]]
-            shape = (case["batch"], case["seqlen"], case["heads"], case["head_dim"])
-            tensors = [torch.randn(shape, dtype=dtype).transpose(1, 2) for _ in range(3)]
-            last = case
+            call, last = what.call_of(torch, case), case
             call()
             call()
         end = time.perf_counter() + seconds
@@ -71,7 +86,7 @@ class Peer:
     """PyTorch in a process of its own."""
 
     def __init__(self, threads):
-        self.process = subprocess.Popen([sys.executable, __file__, "--worker", str(threads)],
+        self.process = subprocess.Popen([sys.executable, sys.argv[0], "--worker", str(threads)],
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         **bound(threads))
         self.versions = self.answer()
@@ -99,8 +114,8 @@ def bound(threads):
             "env": os.environ | {"OMP_NUM_THREADS": str(threads)}, "text": True}
 
 
-def rafter_once(arguments, case, threads):
-    command = [arguments.rafter, "bench", "attention", "--pipeline", "fused", "--format", "json",
+def rafter_once(what, arguments, case, threads):
+    command = [arguments.rafter, "bench", what.verb, "--pipeline", "fused", "--format", "json",
                "--seqlen", str(case["seqlen"]), "--head-dim", str(case["head_dim"]),
                "--heads-q", str(case["heads"]), "--batch", str(case["batch"]),
                "--causal", str(case["causal"]), "--dtype", case["dtype"],
@@ -124,10 +139,10 @@ def summary(medians, low, high, flops):
     return {"median_s": median, "p10_s": min(low), "p90_s": max(high), "flop_per_s": flops / median}
 
 
-def compare(arguments, group, case, threads, peer):
+def compare(what, arguments, group, case, threads, peer):
     ours, theirs = [], []
     for _ in range(arguments.rounds):
-        context, row = rafter_once(arguments, case, threads)
+        context, row = rafter_once(what, arguments, case, threads)
         ours.append(row)
         theirs.append(peer.times(case, arguments.time))
         time.sleep(0.3)  # its threads spin for a while before they sleep
@@ -136,7 +151,7 @@ def compare(arguments, group, case, threads, peer):
                      [r["time_p90_s"] for r in ours], flops)
     torch = summary([statistics.median(t) for t in theirs], [t[len(t) // 10] for t in theirs],
                     [t[len(t) * 9 // 10] for t in theirs], flops)
-    return {"record": "peer",
+    return {"record": what.record,
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "context": context, **peer.versions, "group": group,
             "case": case | {"threads": threads},
@@ -145,17 +160,17 @@ def compare(arguments, group, case, threads, peer):
             "times_faster": torch["median_s"] / rafter["median_s"]}
 
 
-def main():
+def main(what):
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
-        worker(int(sys.argv[2]))
+        worker(what, int(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=what.doc.split("\n")[0])
     parser.add_argument("rafter")
     parser.add_argument("--out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--time", type=float, default=0.5)
     parser.add_argument("--threads", default="1,2,4,16")
-    parser.add_argument("--cells", default="short,d128,causal,d64,f32")
+    parser.add_argument("--cells", default=",".join(what.groups))
     parser.add_argument("--device", help="probe file of this machine (rafter probe --out)")
     parser.add_argument("--isa", help="RAFTER_CPU_ISA for rafter")
     arguments = parser.parse_args()
@@ -164,10 +179,10 @@ def main():
             print(f"skipped: {threads} threads, and there are fewer CPUs", file=sys.stderr)
             continue
         peer = Peer(threads)
-        for group, case in cases():
+        for group, case in what.cases():
             if group not in arguments.cells.split(","):
                 continue
-            record = compare(arguments, group, case, threads, peer)
+            record = compare(what, arguments, group, case, threads, peer)
             if arguments.out:
                 with open(arguments.out, "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
@@ -179,4 +194,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Forward)
