@@ -1,19 +1,22 @@
-// Variants of the fused bf16 forward's schedule on this machine, by turns in one run: softmax
-// between the products or before them, prefetch or not, keys between two visits of O, queries of a
-// task, packing once or by each task. One JSON line per shape and variant. None of them changes a
-// bit of a result; what the kernels use is Schedule{} and Bf16Blocking{}. usage:
-// rafter_bf16_variants [THREADS [SECONDS]]
+// Variants of the fused bf16 kernels' schedules on this machine, by turns in one run. Forward:
+// softmax between the products or before them, prefetch or not, keys between two visits of O,
+// queries of a task, packing once or by each task. Backward: the same of exponentials, keys of a
+// task, rows of a tile. One JSON line per shape and variant. None of them changes a bit of a
+// result; what the kernels use is Schedule{} and the blockings' defaults. usage:
+// rafter_bf16_variants [THREADS [SECONDS [forward | backward]]]
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "hw/cpu/amx.h"
+#include "kernels/cpu/backward_bf16_run.h"
 #include "kernels/cpu/forward_bf16_run.h"
 #include "rafter/measure.h"
 
@@ -23,8 +26,10 @@
 // as in kernels/cpu/forward_amx_bf16.cpp
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,bmi,bmi2")
+#include "kernels/cpu/backward_bf16_task.h"
 #include "kernels/cpu/forward_amx_machine-inl.h"
 
 namespace rafter::forward_amx {
@@ -34,6 +39,11 @@ constexpr forward_bf16::Functions kAmx = forward_bf16::kFunctions<Amx, kSchedule
 constexpr forward_bf16::Functions kBoth = kAmx<{}>;
 constexpr forward_bf16::Functions kApart = kAmx<{.interleave = false}>;
 constexpr forward_bf16::Functions kNoPrefetch = kAmx<{.prefetch = false}>;
+template <forward_bf16::Schedule kSchedule>
+constexpr backward_bf16::Functions kBackward = backward_bf16::kFunctions<Amx, kSchedule>;
+constexpr backward_bf16::Functions kBackwardBoth = kBackward<{}>;
+constexpr backward_bf16::Functions kBackwardApart = kBackward<{.interleave = false}>;
+constexpr backward_bf16::Functions kBackwardNoPrefetch = kBackward<{.prefetch = false}>;
 }  // namespace
 }  // namespace rafter::forward_amx
 #pragma GCC pop_options
@@ -43,35 +53,94 @@ namespace {
 
 using namespace rafter;
 
-struct Variant {
-  const char* name;
-  forward_bf16::Functions functions;
-  tiles::Bf16Blocking blocking;
+using Bits = std::vector<std::uint16_t>;
+
+/// One problem's tensors, contiguous, and a workspace large enough for every variant.
+struct Scene {
+  KernelProblem problem;
+  Bits q, k, v, o, d_o, dq, dk, dv;
+  std::vector<float> lse;
+  Workspace workspace = {};
+
+  TensorView view(Bits& x) const {
+    const AttentionProblem& p = problem.attention;
+    return TensorView::contiguous(x.data(), DType::bf16, 1, p.seqlen_q, p.heads_q, p.head_dim);
+  }
+  LseView lse_view() {
+    const AttentionProblem& p = problem.attention;
+    return LseView::contiguous(lse.data(), 1, p.heads_q, p.seqlen_q);
+  }
 };
 
-const std::vector<Variant>& variants() {
-  using namespace forward_amx;
-  static const std::vector<Variant> kVariants = {
-      {"as shipped", kBoth, {}},
-      {"softmax before products", kApart, {}},
-      {"no prefetch", kNoPrefetch, {}},
-      {"128 keys", kBoth, {.chunk = 128}},
-      {"256 keys", kBoth, {.chunk = 256}},
-      {"128 queries", kBoth, {.lanes = 128}},
-      {"256 queries", kBoth, {.lanes = 256}},
-      {"256 queries, 256 keys", kBoth, {.lanes = 256, .chunk = 256}},
-      {"every task packs", kBoth, {.least_saved = std::int64_t{1} << 50}},
-      {"softmax before products, 128 keys, every task packs",  // nearest to the first version
-       kApart,
-       {.least_saved = std::int64_t{1} << 50}},
-  };
-  return kVariants;
+struct Variant {
+  std::string name;
+  std::function<std::int64_t(const KernelProblem&)> workspace;
+  std::function<Status(Scene&)> run;
+};
+
+Variant of_forward(const char* name, const forward_bf16::Functions& functions,
+                   const tiles::Bf16Blocking& blocking) {
+  return {name, [=](const KernelProblem& p) { return forward_bf16::workspace(p, blocking); },
+          [=](Scene& s) {
+            const ForwardInputs in = {s.view(s.q), s.view(s.k), s.view(s.v)};
+            const ForwardOutputs out = {s.view(s.o), s.lse_view()};
+            const ForwardCall call = {s.problem, in, out, s.workspace};
+            return forward_bf16::forward<hw::amx::TileScope>(call, functions, blocking);
+          }};
 }
 
-std::vector<std::uint16_t> random_bf16(std::int64_t elements, unsigned seed) {
+Variant of_backward(const char* name, const backward_bf16::Functions& functions,
+                    const tiles::Bf16BackwardBlocking& blocking) {
+  return {name, [=](const KernelProblem& p) { return backward_bf16::workspace(p, blocking); },
+          [=](Scene& s) {
+            const BackwardInputs in = {.q = s.view(s.q),
+                                       .k = s.view(s.k),
+                                       .v = s.view(s.v),
+                                       .o = s.view(s.o),
+                                       .lse = s.lse_view(),
+                                       .d_o = s.view(s.d_o)};
+            const BackwardOutputs out = {s.view(s.dq), s.view(s.dk), s.view(s.dv)};
+            const BackwardCall call = {s.problem, in, out, s.workspace};
+            return backward_bf16::backward<hw::amx::TileScope>(call, functions, blocking);
+          }};
+}
+
+std::vector<Variant> forward_variants() {
+  using namespace forward_amx;
+  constexpr std::int64_t kNever = std::int64_t{1} << 50;
+  return {
+      of_forward("as shipped", kBoth, {}),
+      of_forward("softmax before products", kApart, {}),
+      of_forward("no prefetch", kNoPrefetch, {}),
+      of_forward("128 keys", kBoth, {.chunk = 128}),
+      of_forward("256 keys", kBoth, {.chunk = 256}),
+      of_forward("128 queries", kBoth, {.lanes = 128}),
+      of_forward("256 queries", kBoth, {.lanes = 256}),
+      of_forward("256 queries, 256 keys", kBoth, {.lanes = 256, .chunk = 256}),
+      of_forward("every task packs", kBoth, {.least_saved = kNever}),
+      of_forward("softmax before products, 128 keys, every task packs",  // nearest to the first
+                 kApart, {.least_saved = kNever}),
+  };
+}
+
+std::vector<Variant> backward_variants() {
+  using namespace forward_amx;
+  return {
+      of_backward("as shipped", kBackwardBoth, {}),
+      of_backward("exponentials before products", kBackwardApart, {}),
+      of_backward("no prefetch", kBackwardNoPrefetch, {}),
+      of_backward("128 rows", kBackwardBoth, {.tile_q = 128}),
+      of_backward("256 rows", kBackwardBoth, {.tile_q = 256}),
+      of_backward("512 rows", kBackwardBoth, {.tile_q = 512}),
+      of_backward("128 keys, 512 rows", kBackwardBoth, {.keys = 128, .tile_q = 512}),
+      of_backward("512 keys, 128 rows", kBackwardBoth, {.keys = 512, .tile_q = 128}),
+  };
+}
+
+Bits random_bf16(std::int64_t elements, unsigned seed) {
   std::mt19937 generator(seed);
   std::normal_distribution<float> normal;
-  std::vector<std::uint16_t> out(static_cast<std::size_t>(elements));
+  Bits out(static_cast<std::size_t>(elements));
   std::generate(out.begin(), out.end(), [&] { return f32_to_bf16(normal(generator)); });
   return out;
 }
@@ -81,49 +150,56 @@ struct Shape {
   bool causal;
 };
 
-int measure(const Shape& shape, int threads, double seconds) {
+int measure(const std::vector<Variant>& variants, bool backward, const Shape& shape, int threads,
+            double seconds) {
   constexpr std::int64_t kHeads = 8;
-  const std::int64_t n = shape.seqlen, d = shape.head_dim;
-  const KernelProblem problem = {
-      .attention = {.heads_q = kHeads,
-                    .heads_kv = kHeads,
-                    .seqlen_q = n,
-                    .seqlen_kv = n,
-                    .head_dim = d,
-                    .head_dim_v = d,
-                    .dtype = DType::bf16,
-                    .mask = shape.causal ? Mask::causal() : Mask::none(),
-                    .softmax_scale = 1 / std::sqrt(static_cast<float>(d))},
-      .threads = threads};
-  std::vector<std::uint16_t> q = random_bf16(n * kHeads * d, 1), k = random_bf16(n * kHeads * d, 2),
-                             v = random_bf16(n * kHeads * d, 3), o(q.size());
-  const auto view = [&](std::vector<std::uint16_t>& x) {
-    return TensorView::contiguous(x.data(), DType::bf16, 1, n, kHeads, d);
-  };
-  const ForwardInputs in = {view(q), view(k), view(v)};
-  const ForwardOutputs out = {view(o)};
-  std::vector<Work> work;
-  std::int64_t bytes = 0;
-  for (const Variant& variant : variants()) {
-    bytes = std::max(bytes, forward_bf16::workspace(problem, variant.blocking));
+  const std::int64_t n = shape.seqlen, d = shape.head_dim, elements = n * kHeads * d;
+  Scene scene = {.problem = {.attention = {.heads_q = kHeads,
+                                           .heads_kv = kHeads,
+                                           .seqlen_q = n,
+                                           .seqlen_kv = n,
+                                           .head_dim = d,
+                                           .head_dim_v = d,
+                                           .dtype = DType::bf16,
+                                           .mask = shape.causal ? Mask::causal() : Mask::none(),
+                                           .softmax_scale = 1 / std::sqrt(static_cast<float>(d))},
+                             .threads = threads},
+                 .q = random_bf16(elements, 1),
+                 .k = random_bf16(elements, 2),
+                 .v = random_bf16(elements, 3),
+                 .o = Bits(static_cast<std::size_t>(elements)),
+                 .d_o = random_bf16(elements, 4),
+                 .dq = Bits(static_cast<std::size_t>(elements)),
+                 .dk = Bits(static_cast<std::size_t>(elements)),
+                 .dv = Bits(static_cast<std::size_t>(elements)),
+                 .lse = std::vector<float>(static_cast<std::size_t>(n * kHeads))};
+  const Variant forward = forward_variants()[0];
+  std::int64_t bytes = forward.workspace(scene.problem);
+  for (const Variant& variant : variants) {
+    bytes = std::max(bytes, variant.workspace(scene.problem));
   }
   constexpr std::size_t kPage = std::size_t{2} << 20;
   void* const memory =
       std::aligned_alloc(kPage, (static_cast<std::size_t>(bytes) + kPage - 1) / kPage * kPage);
-  std::vector<std::uint16_t> first;
-  for (const Variant& variant : variants()) {
-    work.emplace_back([&]() {
-      const ForwardCall call = {problem, in, out, {memory, bytes}};
-      return forward_bf16::forward<hw::amx::TileScope>(call, variant.functions, variant.blocking);
-    });
+  scene.workspace = {memory, bytes};
+  std::vector<Work> work;
+  std::vector<Bits> first;
+  if (Status status = forward.run(scene); !status) {  // o and lse of the backward
+    std::fprintf(stderr, "%s\n", status.message().c_str());
+    return 1;
+  }
+  for (const Variant& variant : variants) {
+    work.emplace_back([&]() { return variant.run(scene); });
     if (Status status = work.back()(); !status) {
-      std::fprintf(stderr, "%s: %s\n", variant.name, status.message().c_str());
+      std::fprintf(stderr, "%s: %s\n", variant.name.c_str(), status.message().c_str());
       return 1;
     }
+    const std::vector<Bits> bits = {scene.o, scene.dq, scene.dk, scene.dv};
     if (first.empty()) {
-      first = o;
-    } else if (first != o) {
-      std::fprintf(stderr, "%s: other bits than %s\n", variant.name, variants()[0].name);
+      first = bits;
+    } else if (first != bits) {
+      std::fprintf(stderr, "%s: other bits than %s\n", variant.name.c_str(),
+                   variants[0].name.c_str());
       return 1;
     }
   }
@@ -138,12 +214,13 @@ int measure(const Shape& shape, int threads, double seconds) {
   for (std::size_t i = 0; i < times->size(); ++i) {
     const Statistics& s = (*times)[i].seconds;
     std::printf(
-        "{\"record\":\"bf16_variants\",\"variant\":\"%s\",\"case\":{\"seqlen\":%lld,\"head_dim\":"
+        "{\"record\":\"bf16%s_variants\",\"variant\":\"%s\",\"case\":{\"seqlen\":%lld,\"head_dim\":"
         "%lld,\"heads\":%lld,\"causal\":%d,\"threads\":%d},\"median_s\":%.9g,\"p10_s\":%.9g,"
         "\"p90_s\":%.9g,\"n\":%lld,\"flop_per_s\":%.6g}\n",
-        variants()[i].name, static_cast<long long>(n), static_cast<long long>(d),
-        static_cast<long long>(kHeads), shape.causal ? 1 : 0, threads, s.median, s.p10, s.p90,
-        static_cast<long long>(s.n), 2.0 * static_cast<double>(d * kHeads) * pairs / s.median);
+        backward ? "_backward" : "", variants[i].name.c_str(), static_cast<long long>(n),
+        static_cast<long long>(d), static_cast<long long>(kHeads), shape.causal ? 1 : 0, threads,
+        s.median, s.p10, s.p90, static_cast<long long>(s.n),
+        (backward ? 5.0 : 2.0) * static_cast<double>(d * kHeads) * pairs / s.median);
   }
   std::fflush(stdout);
   return 0;
@@ -154,18 +231,21 @@ int measure(const Shape& shape, int threads, double seconds) {
 int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : 2;
   const double seconds = argc > 2 ? std::atof(argv[2]) : 1.0;
-  if (threads < 1 || !(seconds > 0)) {
-    std::fprintf(stderr, "usage: rafter_bf16_variants [THREADS [SECONDS]]\n");
+  const std::string pass = argc > 3 ? argv[3] : "forward";
+  const bool backward = pass == "backward";
+  if (threads < 1 || !(seconds > 0) || (!backward && pass != "forward")) {
+    std::fprintf(stderr, "usage: rafter_bf16_variants [THREADS [SECONDS [forward | backward]]]\n");
     return 2;
   }
   if (const std::string refusal = hw::amx::request(); !refusal.empty()) {
     std::fprintf(stderr, "rafter_bf16_variants: %s\n", refusal.c_str());
     return 77;
   }
+  const std::vector<Variant> variants = backward ? backward_variants() : forward_variants();
   const Shape shapes[] = {{4096, 128, false}, {4096, 128, true}, {4096, 64, false},
                           {1024, 128, false}, {512, 128, false}, {64, 128, false}};
   for (const Shape& shape : shapes) {
-    if (const int failed = measure(shape, threads, seconds); failed != 0) {
+    if (const int failed = measure(variants, backward, shape, threads, seconds); failed != 0) {
       return failed;
     }
   }

@@ -1,10 +1,13 @@
 #include "support/backward_case.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <utility>
 
+#include "rafter/kernels.h"
 #include "rafter/measure.h"
 #include "support/oracle.h"
 #include "support/oracle_backward.h"
@@ -235,6 +238,18 @@ void add_head(const std::vector<T>& part, std::int64_t first, std::int64_t rows,
   }
 }
 
+/// Whose plan checks a call of an emulated kernel and fills in its defaults.
+constexpr const char* kStandIn = "backward_simd_portable";
+
+const KernelEntry* emulated_backward(const std::string& kernel) {
+  for (const KernelEntry& entry : emulated_backwards()) {
+    if (entry.name == kernel) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
 /// Three tensors of one element type, of a problem or of one head.
 template <typename T>
 struct Three {
@@ -289,14 +304,19 @@ void set_output(const Case& c, BackwardValues& values) {
 Status try_backward(const Case& c, const BackwardValues& values, const RunOptions& options,
                     Gradients& gradients) {
   Scene scene = make_scene(c, values, options);
+  const KernelEntry* const emulated = emulated_backward(options.kernel);
+  const std::string kernel = emulated == nullptr ? options.kernel : kStandIn;
   const Result<Plan> planned =
       plan(scene.problem, options.device,
-           {.pass = Pass::backward, .kernel = options.kernel, .threads = options.threads});
+           {.pass = Pass::backward, .kernel = kernel, .threads = options.threads});
   if (!planned) {
     return planned.status();
   }
-  EXPECT_EQ(planned->kernel(), options.kernel);
-  GuardedBuffer workspace(static_cast<std::size_t>(planned->workspace_bytes()), options.fill);
+  EXPECT_EQ(planned->kernel(), kernel);
+  const KernelProblem problem = {.attention = planned->problem(), .threads = planned->threads()};
+  const std::int64_t bytes =
+      emulated == nullptr ? planned->workspace_bytes() : emulated->workspace(problem);
+  GuardedBuffer workspace(static_cast<std::size_t>(bytes), options.fill);
   Reach reach(options.device);
   const BackwardInputs in{.q = reach.lend(scene.q),
                           .k = reach.lend(scene.k),
@@ -309,10 +329,10 @@ Status try_backward(const Case& c, const BackwardValues& values, const RunOption
                           .cu_seqlens_kv = reach.lend(scene.cu_kv),
                           .seqused_kv = reach.lend(scene.used)};
   const BackwardOutputs out{reach.lend(scene.dq), reach.lend(scene.dk), reach.lend(scene.dv)};
-  const Status status =
-      planned->backward(in, out,
-                        {reach.lend(workspace, static_cast<std::byte*>(workspace.data())),
-                         static_cast<std::int64_t>(workspace.bytes())});
+  const Workspace lent = {reach.lend(workspace, static_cast<std::byte*>(workspace.data())),
+                          static_cast<std::int64_t>(workspace.bytes())};
+  const Status status = emulated == nullptr ? planned->backward(in, out, lent)
+                                            : emulated->backward({problem, in, out, lent});
   reach.fetch();
   EXPECT_TRUE(workspace.intact()) << "the workspace was left";
   if (status) {
@@ -469,10 +489,42 @@ namespace {
   return ::testing::AssertionSuccess();
 }
 
+std::vector<std::string> backward_kernels() {
+  std::vector<std::string> names = cpu_kernels(Pass::backward);
+  for (const KernelEntry& entry : emulated_backwards()) {
+    names.emplace_back(entry.name);
+  }
+  return names;
+}
+
+std::vector<DType> backward_dtypes(const std::string& kernel, std::initializer_list<DType> of) {
+  std::vector<DType> taken;
+  const auto take = [&](const std::vector<DType>& dtypes) {
+    std::copy_if(of.begin(), of.end(), std::back_inserter(taken), [&](DType dtype) {
+      return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
+    });
+  };
+  if (const KernelEntry* const emulated = emulated_backward(kernel)) {
+    take(emulated->dtypes);
+  }
+  for (const KernelInfo& info : list_kernels()) {
+    if (info.name == kernel) {
+      take(info.dtypes);
+    }
+  }
+  return taken;
+}
+
 std::string backward_refusal_of(const Case& c, const std::string& kernel) {
+  const KernelEntry* const emulated = emulated_backward(kernel);
   const Result<Plan> planned =
-      plan(sized_problem(c), Device::cpu(), {.pass = Pass::backward, .kernel = kernel});
-  return planned ? std::string() : planned.status().message();
+      plan(sized_problem(c), Device::cpu(),
+           {.pass = Pass::backward, .kernel = emulated == nullptr ? kernel : kStandIn});
+  if (!planned || emulated == nullptr) {
+    return planned ? std::string() : planned.status().message();
+  }
+  const Acceptance taken = emulated->accepts({.attention = planned->problem()});
+  return taken.yes ? std::string() : kernel + ": " + taken.reason;
 }
 
 }  // namespace rafter::testing

@@ -98,7 +98,7 @@ std::vector<std::size_t> numbers() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, BackwardCases,
-                         ::testing::Combine(::testing::ValuesIn(cpu_kernels(Pass::backward)),
+                         ::testing::Combine(::testing::ValuesIn(backward_kernels()),
                                             ::testing::ValuesIn(numbers()),
                                             ::testing::Values(DType::f32, DType::bf16, DType::f16)),
                          [](const ::testing::TestParamInfo<BackwardCases::ParamType>& info) {

@@ -97,6 +97,24 @@ struct EmulatedVectors {
               static_cast<std::uint32_t>(f32_to_bf16(odd.v[i])) << 16;
     }
   }
+  static void store_row(std::uint16_t* to, F low, F high) {
+    for (int i = 0; i < 16; ++i) {
+      to[i] = f32_to_bf16(low.v[i]);
+      to[16 + i] = f32_to_bf16(high.v[i]);
+    }
+  }
+  static void interleave(std::uint16_t* to0, std::uint16_t* to1, const std::uint16_t* even,
+                         const std::uint16_t* odd) {
+    for (int i = 0; i < 16; ++i) {
+      to0[2 * i] = even[i];
+      to0[2 * i + 1] = odd[i];
+      to1[2 * i] = even[16 + i];
+      to1[2 * i + 1] = odd[16 + i];
+    }
+  }
+  static bool are_finite(const std::uint16_t* from) {
+    return std::all_of(from, from + 32, cpu::is_finite_bf16);
+  }
   static void copy_row(std::uint16_t* to, const std::uint16_t* row, std::int64_t c,
                        std::int64_t end) {
     for (std::int64_t i = 0; i < 32; ++i) {
@@ -122,6 +140,12 @@ struct EmulatedVectors {
         to[j * to_stride + i] = from[i * from_stride + j];
       }
     }
+  }
+  static F load_f32(const float* from, std::int64_t count) {
+    return each<F>([&](int i) { return i < count ? from[i] : 0.0f; });
+  }
+  static F load_bf16(const std::uint16_t* from, std::int64_t count) {
+    return each<F>([&](int i) { return i < count ? bf16_to_f32(from[i]) : 0.0f; });
   }
   static void store_f32(float* to, F a, std::int64_t count) {
     std::memcpy(to, a.v, static_cast<std::size_t>(count) * sizeof(float));

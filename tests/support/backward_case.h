@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <initializer_list>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "dispatch/kernel_entry.h"
 #include "support/attention_case.h"
 
 namespace rafter::testing {
@@ -50,6 +53,14 @@ ExpectedGradients expect_gradients(const Case& c, const BackwardValues& values);
                                     const Case& c);
 /// Equal to the bit, NaN included.
 ::testing::AssertionResult same_bits(const Gradients& a, const Gradients& b);
+
+/// Kernels of matrix units on machines of plain loops (tests/kernels/backward_emulated.cpp), run by
+/// run_backward() under their names as any kernel.
+std::span<const KernelEntry> emulated_backwards();
+/// Names of the CPU kernels that this machine has, and of those.
+std::vector<std::string> backward_kernels();
+/// Of these dtypes, those that the kernel is for.
+std::vector<DType> backward_dtypes(const std::string& kernel, std::initializer_list<DType> of);
 
 /// The kernel's refusal of a case, empty when it takes it.
 std::string backward_refusal_of(const Case& c, const std::string& kernel);

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "hw/cpu/amx.h"
+#include "kernels/cpu/bf16_machines.h"
 #include "kernels/cpu/forward_bf16_run.h"
 
 #if RAFTER_HAS_AMX_CODE
@@ -38,19 +39,6 @@ constexpr const forward_bf16::Functions& kFunctions = forward_bf16::kFunctions<A
 namespace rafter {
 namespace forward_amx {
 namespace {
-
-Acceptance machine_has() {
-  static const std::string reason = [] {
-    const std::string refusal = hw::amx::request();
-    if (!refusal.empty()) {
-      return refusal;
-    }
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-    return std::string(avx512 ? "" : "this CPU has no AVX-512 (F, VL, DQ, BW)");
-  }();
-  return reason.empty() ? Acceptance::accept() : Acceptance::refuse(reason);
-}
 
 std::int64_t workspace(const KernelProblem& problem) { return forward_bf16::workspace(problem); }
 
@@ -78,7 +66,7 @@ std::span<const KernelEntry> entries_forward_amx_bf16() {
       .instruction_set = "amx",
       .dtypes = {DType::bf16},
       .accepts_text = "bf16, every layout, mask, softcap and group; head_dim contiguous",
-      .machine_has = forward_amx::machine_has,
+      .machine_has = cpu::machine_has_amx,
       .accepts = forward_bf16::accepts,
       .reach = forward_amx::reach,
       .workspace = forward_amx::workspace,

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/cpu/bf16_machines.h"
 #include "kernels/cpu/forward_bf16_run.h"
 
 #if defined(__x86_64__)
@@ -39,25 +40,12 @@ namespace rafter {
 namespace forward_avx512_bf16 {
 namespace {
 
-Acceptance machine_has() {
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-  if (!avx512) {
-    return Acceptance::refuse("this CPU has no AVX-512 (F, VL, DQ, BW)");
-  }
-  return __builtin_cpu_supports("avx512bf16") ? Acceptance::accept()
-                                              : Acceptance::refuse("this CPU has no AVX512-BF16");
-}
-
 std::int64_t workspace(const KernelProblem& problem) { return forward_bf16::workspace(problem); }
 
-/// Where the bf16 peak is that of AMX, beyond what dot products of pairs can give: 45% of the f32
-/// peak, measured on an Emerald Rapids. Elsewhere not measured: 45% of the bf16 peak.
+/// 45% of what cpu::dot_product_peak() leaves, measured on an Emerald Rapids; elsewhere not
+/// measured.
 Reach reach(const KernelProblem& problem, const DeviceSpec& spec) {
-  const Result<double> f32 = spec.peak(DType::f32);
-  const Result<double> bf16 = spec.peak(DType::bf16);
-  const double of_peak = f32 && bf16 && *bf16 > 2 * *f32 ? *f32 / *bf16 : 1;
-  return forward_bf16::reach(problem, 0.45 * of_peak);
+  return forward_bf16::reach(problem, 0.45 * cpu::dot_product_peak(spec));
 }
 
 Status forward(const ForwardCall& call) {
@@ -75,7 +63,7 @@ std::span<const KernelEntry> entries_forward_avx512_bf16() {
       .instruction_set = "avx512_bf16",
       .dtypes = {DType::bf16},
       .accepts_text = "bf16, every layout, mask, softcap and group; head_dim contiguous",
-      .machine_has = forward_avx512_bf16::machine_has,
+      .machine_has = cpu::machine_has_avx512_bf16,
       .accepts = forward_bf16::accepts,
       .reach = forward_avx512_bf16::reach,
       .workspace = forward_avx512_bf16::workspace,

@@ -51,6 +51,36 @@ struct Avx512Vectors {
                                       kAndOr));
   }
 
+  /// The same of one row: 32 elements, `low` before `high`.
+  static void store_row(std::uint16_t* to, F low, F high) {
+    const I half = _mm512_set1_epi32(0x8000);
+    const I words =
+        _mm512_setr_epi32(0x00030001, 0x00070005, 0x000b0009, 0x000f000d, 0x00130011, 0x00170015,
+                          0x001b0019, 0x001f001d, 0x00230021, 0x00270025, 0x002b0029, 0x002f002d,
+                          0x00330031, 0x00370035, 0x003b0039, 0x003f003d);  // the odd ones of both
+    _mm512_store_si512(
+        to, _mm512_permutex2var_epi16(_mm512_add_epi32(_mm512_castps_si512(low), half), words,
+                                      _mm512_add_epi32(_mm512_castps_si512(high), half)));
+  }
+  /// 32 columns of two rows as pairs: 16 columns to `to0`, 16 to `to1`.
+  static void interleave(std::uint16_t* to0, std::uint16_t* to1, const std::uint16_t* even,
+                         const std::uint16_t* odd) {
+    const I first =
+        _mm512_setr_epi32(0x00200000, 0x00210001, 0x00220002, 0x00230003, 0x00240004, 0x00250005,
+                          0x00260006, 0x00270007, 0x00280008, 0x00290009, 0x002a000a, 0x002b000b,
+                          0x002c000c, 0x002d000d, 0x002e000e, 0x002f000f);
+    const I second = _mm512_add_epi32(first, _mm512_set1_epi32(0x00100010));
+    const I a = _mm512_load_si512(even);
+    const I b = _mm512_load_si512(odd);
+    _mm512_store_si512(to0, _mm512_permutex2var_epi16(a, first, b));
+    _mm512_store_si512(to1, _mm512_permutex2var_epi16(a, second, b));
+  }
+  /// Whether 32 elements all are.
+  static bool are_finite(const std::uint16_t* from) {
+    const I magnitude = _mm512_and_si512(_mm512_load_si512(from), _mm512_set1_epi16(0x7fff));
+    return _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7f7f)) == 0;
+  }
+
   static __mmask32 first_lanes(std::int64_t count) {
     return count >= 32 ? ~__mmask32{0}
                        : static_cast<__mmask32>((1u << std::max<std::int64_t>(count, 0)) - 1u);
@@ -143,6 +173,14 @@ struct Avx512Vectors {
     return _mm512_cmpgt_epu16_mask(largest, _mm512_set1_epi16(0x7f7f)) == 0;
   }
 
+  /// `count` elements, at most 16, then zeros.
+  static F load_f32(const float* from, std::int64_t count) {
+    return _mm512_maskz_loadu_ps(static_cast<K>(first_lanes(count)), from);
+  }
+  static F load_bf16(const std::uint16_t* from, std::int64_t count) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(static_cast<K>(first_lanes(count)), from);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
   static void store_f32(float* to, F v, std::int64_t count) {
     _mm512_mask_storeu_ps(to, static_cast<K>(first_lanes(count)), v);
   }

@@ -15,15 +15,35 @@
 
 namespace rafter::forward_bf16 {
 
+/// 32 rows (null: zeros) as they lie: [channel / 32][row / 16][16 rows][32 channels].
+template <typename M>
+inline void pack_block(const std::uint16_t* const* rows, std::int64_t head_dim, std::int64_t depth,
+                       std::uint16_t* out) {
+  for (std::int64_t i = 0; i < kBlock; ++i) {
+    std::uint16_t* const to = out + i / kPanel * kTileElements + i % kPanel * 32;
+    for (std::int64_t c = 0; c < depth; c += 32) {
+      M::copy_row(to + c / 32 * 2 * kTileElements, rows[i], c, head_dim);
+    }
+  }
+}
+
+/// Rows of a block of keys; null past the last.
+template <typename RowOf>
+inline void rows_of_block(std::int64_t block, std::int64_t keys, const RowOf& row_of,
+                          const std::uint16_t* (&row)[kBlock]) {
+  for (std::int64_t i = 0; i < kBlock; ++i) {
+    const std::int64_t key = block * kBlock + i;
+    row[i] = key < keys ? row_of(key) : nullptr;
+  }
+}
+
 template <typename M>
 inline void pack_keys(const Rows& rows, const tiles::Bf16Layout& layout, const Chunk& out) {
-  for (std::int64_t key = 0; key < out.blocks * kBlock; ++key) {
-    const std::uint16_t* const row = key < rows.keys ? rows.row(key) : nullptr;
-    std::uint16_t* const to = out.k + key / kBlock * layout.block_k() +
-                              key % kBlock / kPanel * kTileElements + key % kPanel * 32;
-    for (std::int64_t c = 0; c < layout.depth; c += 32) {
-      M::copy_row(to + c / 32 * 2 * kTileElements, row, c, layout.head_dim);
-    }
+  for (std::int64_t block = 0; block < out.blocks; ++block) {
+    const std::uint16_t* row[kBlock];
+    rows_of_block(
+        block, rows.keys, [&](std::int64_t key) { return rows.row(key); }, row);
+    pack_block<M>(row, layout.head_dim, layout.depth, out.k + block * layout.block_k());
   }
 }
 
@@ -31,10 +51,8 @@ template <typename M>
 inline void pack_values(const Rows& rows, const tiles::Bf16Layout& layout, const Chunk& out) {
   for (std::int64_t block = 0; block < out.blocks; ++block) {
     const std::uint16_t* row[kBlock];
-    for (std::int64_t i = 0; i < kBlock; ++i) {
-      const std::int64_t key = block * kBlock + i;
-      row[i] = key < rows.keys ? rows.row(key) : nullptr;
-    }
+    rows_of_block(
+        block, rows.keys, [&](std::int64_t key) { return rows.row(key); }, row);
     const auto tiles_at = [&](std::int64_t c) {
       return out.v + (c / kBlock * out.blocks + block) * 2 * kTileElements;
     };
@@ -51,6 +69,15 @@ inline void pack_values(const Rows& rows, const tiles::Bf16Layout& layout, const
         }
       }
     }
+  }
+}
+
+/// 16 rows [16][depth] as a panel, channels in pairs.
+template <typename M>
+inline void pack_panel(const std::uint16_t* rows, std::int64_t depth, std::uint16_t* out) {
+  for (std::int64_t c = 0; c < depth; c += 32) {
+    M::transpose(reinterpret_cast<const std::uint32_t*>(rows + c), depth / 2,
+                 reinterpret_cast<std::uint32_t*>(out + c / 32 * kTileElements), 16);
   }
 }
 
@@ -74,9 +101,33 @@ inline void pack_queries(const TensorView& q, const cpu::Lanes& lanes, std::int6
       to[c] ^= 0x8000u;
     }
   }
-  for (std::int64_t c = 0; c < layout.depth; c += 32) {
-    M::transpose(reinterpret_cast<const std::uint32_t*>(rows + c), layout.depth / 2,
-                 reinterpret_cast<std::uint32_t*>(out + c / 32 * kTileElements), 16);
+  pack_panel<M>(rows, layout.depth, out);
+}
+
+/// Sums of a panel [columns][16 lanes], times a factor of each lane, as rows [16][columns].
+template <typename M>
+inline void unpack_panel(const float* sums, typename M::F factor, std::int64_t columns,
+                         float* rows) {
+  alignas(64) float scaled[kTileSums];
+  for (std::int64_t c = 0; c < columns; c += 16) {
+    for (std::int64_t i = 0; i < 16; ++i) {
+      M::store(scaled + i * kPanel, M::mul(factor, M::load(sums + (c + i) * kPanel)));
+    }
+    M::transpose(reinterpret_cast<const std::uint32_t*>(scaled), 16,
+                 reinterpret_cast<std::uint32_t*>(rows + c), columns);
+  }
+}
+
+/// A row of f32 or bf16 from f32.
+template <typename M>
+inline void write_row(const TensorView& view, std::int64_t offset, const float* row) {
+  for (std::int64_t c = 0; c < view.head_dim; c += 16) {
+    const std::int64_t count = std::min<std::int64_t>(16, view.head_dim - c);
+    if (view.dtype == DType::f32) {
+      M::store_f32(static_cast<float*>(view.data) + offset + c, M::load(row + c), count);
+    } else {
+      M::store_bf16(static_cast<std::uint16_t*>(view.data) + offset + c, M::load(row + c), count);
+    }
   }
 }
 
@@ -89,28 +140,13 @@ inline void write_panel(const ForwardOutputs& out, const cpu::Lanes& lanes, std:
   const auto one = M::set(1.0f);
   // a row that saw no key has sum 0 and O 0
   const auto inverse = M::div(one, M::select(M::equal(total, M::set(0.0f)), one, total));
-  alignas(64) float scaled[kTileSums];
-  for (std::int64_t c = 0; c < layout.columns; c += 16) {
-    for (std::int64_t i = 0; i < 16; ++i) {
-      M::store(scaled + i * kPanel, M::mul(inverse, M::load(o + (c + i) * kPanel)));
-    }
-    M::transpose(reinterpret_cast<const std::uint32_t*>(scaled), 16,
-                 reinterpret_cast<std::uint32_t*>(rows + c), layout.columns);
-  }
+  unpack_panel<M>(o, inverse, layout.columns, rows);
   constexpr double kLn2 = 0.6931471805599453;
   for (std::int64_t lane = 0; lane < std::min(kPanel, lanes.count - first_lane); ++lane) {
     const TensorView& view = out.o;
     const std::int64_t offset =
         lanes.offset(first_lane + lane, view.stride_batch, view.stride_seqlen, view.stride_heads);
-    const float* const row = rows + lane * layout.columns;
-    for (std::int64_t c = 0; c < layout.head_dim_v; c += 16) {
-      const std::int64_t count = std::min<std::int64_t>(16, layout.head_dim_v - c);
-      if (view.dtype == DType::f32) {
-        M::store_f32(static_cast<float*>(view.data) + offset + c, M::load(row + c), count);
-      } else {
-        M::store_bf16(static_cast<std::uint16_t*>(view.data) + offset + c, M::load(row + c), count);
-      }
-    }
+    write_row<M>(view, offset, rows + lane * layout.columns);
     if (out.lse.data != nullptr) {
       out.lse.data[lanes.offset(first_lane + lane, out.lse.stride_batch, out.lse.stride_seqlen,
                                 out.lse.stride_heads)] =
