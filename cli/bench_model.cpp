@@ -24,6 +24,8 @@ struct ModelAxes {
   std::int64_t page_size = 64;
   std::optional<std::int64_t> seed;
   bool operations = true;
+  std::vector<DType> weights;  // empty: the model's dtype
+  std::int64_t group_size = 128;
   std::string tokens, logits;
   std::optional<std::int64_t> prompt;
 };
@@ -54,16 +56,31 @@ TransformerConfig config_of(const std::string& name) {
 
 bool has_weights(const std::string& name) { return is_path(name) && !name.ends_with(".json"); }
 
+/// The formats to bench; a dtype of 16 bits or more means plain weights and is the model's.
+std::vector<WeightFormat> formats_of(const ModelAxes& axes, DType dtype) {
+  std::vector<WeightFormat> formats;
+  for (const DType weights : axes.weights) {
+    const bool packed = bits_of(weights) <= 8;
+    if (!packed && weights != dtype) {
+      fail_flag("--weights", to_string(weights),
+                fmt::format("{} (--dtype), int8, e4m3, int4", to_string(dtype)));
+    }
+    formats.push_back({packed ? std::optional(weights) : std::nullopt, axes.group_size});
+  }
+  return formats.empty() ? std::vector<WeightFormat>(1) : formats;
+}
+
 /// Those weights, or random ones of a built-in model or of a config.json.
-Transformer model_of(const ModelAxes& axes, const Device& device, DType dtype) {
+Transformer model_of(const ModelAxes& axes, const Device& device, DType dtype,
+                     const WeightFormat& weights) {
   const std::string name = !axes.model.empty()                 ? axes.model
                            : device.kind == Device::Kind::cuda ? "reference-7b"
                                                                : "reference-60m";
   return value_or_fail(has_weights(name)
-                           ? Transformer::load(name, device, dtype)
+                           ? Transformer::load(name, device, dtype, weights)
                            : Transformer::random(config_of(name),
                                                  static_cast<std::uint64_t>(axes.seed.value_or(1)),
-                                                 device, dtype));
+                                                 device, dtype, weights));
 }
 
 std::vector<std::int32_t> some_tokens(std::int64_t count, std::int64_t vocab, std::int64_t seed) {
@@ -170,14 +187,20 @@ std::vector<OperationGroup> groups_of(const std::vector<StepOperation>& operatio
 
 Json shape_of(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
               const std::string& operation) {
-  return Json{{"model", model.config().model.name},
-              {"phase", to_string(point.phase)},
-              {"seqlen", point.seqlen},
-              {"batch", point.batch},
-              {"dtype", to_string(model.dtype())},
-              {"page_size", axes.page_size},
-              {"fuse", point.fuse},
-              {"operation", operation}};
+  const WeightFormat& weights = model.weight_format();
+  Json shape{{"model", model.config().model.name},
+             {"phase", to_string(point.phase)},
+             {"seqlen", point.seqlen},
+             {"batch", point.batch},
+             {"dtype", to_string(model.dtype())},
+             {"weights", to_string(weights.dtype.value_or(model.dtype()))},
+             {"page_size", axes.page_size},
+             {"fuse", point.fuse},
+             {"operation", operation}};
+  if (weights.dtype == DType::int4) {
+    shape["group_size"] = weights.group_size;
+  }
+  return shape;
 }
 
 /// What every row of a model has.
@@ -205,6 +228,21 @@ Convention convention_of(const ThisMachine& machine, bool graph) {
   return convention;
 }
 
+/// Quantised weights take what they do with their scales, lm_head in the model's dtype.
+void count_packed(const Transformer& model, const DeviceSpec& spec, ModelStep& step) {
+  const std::optional<DType> packed = model.weight_format().dtype;
+  if (!packed) {
+    return;
+  }
+  const ModelConfig& m = step.model;
+  const double rows = static_cast<double>(m.vocab_size) * static_cast<double>(m.hidden_size);
+  const double embedding = m.tie_word_embeddings ? 0 : rows * bytes_of(m.dtype);
+  const double plain = value_or_fail(count_parameters(m)).total * bytes_of(m.dtype) - embedding;
+  const double plain_s = value_or_fail(model_budget(step, spec)).weights_time_s;
+  step.weight_dtype = step.memory_floor_dtype = *packed;
+  step.memory_floor_s = plain_s * (model.weight_bytes() - embedding) / plain;
+}
+
 BenchRow step_row(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
                   const ThisMachine& machine, const Cost& cost, const Timing& timing, bool graph,
                   const std::optional<std::int64_t>& launches) {
@@ -216,6 +254,7 @@ BenchRow step_row(const ModelPoint& point, const Transformer& model, const Model
   step.model.dtype = model.dtype();
   step.graph = graph;
   step.launches = launches ? static_cast<double>(*launches) : cost.launches;
+  count_packed(model, machine.spec, step);
   const bool cuda = machine.device.kind == Device::Kind::cuda;
   const ModelBudget budget = value_or_fail(model_budget(step, machine.spec));
   BenchRow row = model_row(point, model, axes,
@@ -340,7 +379,7 @@ std::vector<std::vector<std::int32_t>> read_tokens(const std::string& path) {
 void check_tokens_flags(const ModelAxes& axes, const Common& common) {
   for (const auto& [flag, count] :
        {std::pair{"--pipeline", axes.pipelines.size()}, std::pair{"--fuse", axes.fuse.size()},
-        std::pair{"--dtype", common.dtypes.size()}}) {
+        std::pair{"--dtype", common.dtypes.size()}, std::pair{"--weights", axes.weights.size()}}) {
     if (count > 1) {
       fail_flag(flag, fmt::format("{} values", count), "one with --tokens");
     }
@@ -368,7 +407,8 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
     fail_flag("--prompt", std::to_string(prompt), fmt::format("up to the {} of --tokens", count));
   }
   const Device device = required_device(common.device);
-  const Transformer model = model_of(axes, device, dtypes_of(common, device).front());
+  const DType dtype = dtypes_of(common, device).front();
+  const Transformer model = model_of(axes, device, dtype, formats_of(axes, dtype).front());
   TransformerSession session =
       value_or_fail(TransformerSession::make(model, {.max_batch = batch,
                                                      .max_seqlen = count,
@@ -426,11 +466,13 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
   std::vector<BenchRow> rows;
   Progress progress("bench");
   for (const DType dtype : dtypes_of(common, machine.device)) {
-    progress.step("weights");
-    const Transformer model = model_of(axes, machine.device, dtype);
-    for (std::size_t i = 0; i < grid.size(); ++i) {
-      progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
-      bench_point(grid[i], model, axes, common, machine, progress, rows);
+    for (const WeightFormat& weights : formats_of(axes, dtype)) {
+      progress.step("weights");
+      const Transformer model = model_of(axes, machine.device, dtype, weights);
+      for (std::size_t i = 0; i < grid.size(); ++i) {
+        progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
+        bench_point(grid[i], model, axes, common, machine, progress, rows);
+      }
     }
   }
   finish(rows, Json::array(), machine, common, baseline, context);
@@ -448,6 +490,8 @@ void add_bench_model(CLI::App& bench, Context& context) {
        {"rafter bench model --phase decode --seqlen 128,4k --fuse 0,1",
         "a decode step at two contexts, elementwise functions apart and fused"},
        {"rafter bench model --device cuda --seqlen 4k", "the 7B reference on the GPU, in bf16"},
+       {"rafter bench model --device cuda --phase decode --weights bf16,int8,e4m3,int4",
+        "a decode step by the bits of its weights"},
        {"rafter bench model --model FOLDER --tokens t.npy --logits l.npy",
         "no timing: the logits of these tokens, from a Hugging Face folder"}}));
   add_text(*command, "--model", axes->model,
@@ -472,6 +516,10 @@ void add_bench_model(CLI::App& bench, Context& context) {
              {1, 1 << 20});
   add_length(*command, "--seed", axes->seed, "of random weights and prompts (default: 1)",
              {0, 1 << 30});
+  add_dtypes(*command, "--weights", axes->weights,
+             "how the layers' matrices are kept: the model's dtype (default), int8, e4m3, int4");
+  add_length(*command, "--group-size", axes->group_size, "elements that share a scale, of int4",
+             {32, 128});
   add_switch(*command, "--operations", axes->operations, "time each operation by itself too");
   CLI::Option* tokens = add_text(*command, "--tokens", axes->tokens,
                                  "no timing: run these, [batch, tokens]", "FILE.npy");

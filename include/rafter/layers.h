@@ -1,12 +1,15 @@
 // What stands between the attention of a Llama-like model's layers: products with weights, norms,
-// pointwise functions, RoPE, rows of a table. Each is one launch on CUDA, products of 5 to 256 rows
-// one or two (k may be cut); TransformerSession (transformer.h) strings them together.
+// pointwise functions, RoPE, rows of a table. Each is one launch on CUDA, products of 3 to 256 rows
+// one or two (k may be cut), those that dequantise their weight one more; TransformerSession
+// (transformer.h) strings them together.
 // Rows are views [batch, seqlen, heads, head_dim] with contiguous head_dim; a matrix [rows, cols]
 // is [1, rows, 1, cols] (matrix() makes one). Arithmetic is f32, rounded once to the output's dtype
 // except where said. Every function validates its views before anything is queued: errors are
 // invalid_argument (names the tensor, what was given, what is allowed) and unsupported (what the
 // device lacks). On CUDA every pointer is device memory and the work is queued on `stream`; nothing
-// is allocated or waited for, so that a graph may capture it. A CPU refuses any stream but null.
+// is allocated or waited for, so that a graph may capture it. A kernel may begin before the one
+// ahead of it on the stream has ended, and waits for it before it touches what it does. A CPU
+// refuses any stream but null.
 #pragma once
 
 #include <cstdint>
@@ -75,22 +78,55 @@ Status rope(const TensorView& x, const IndexView& positions, const Rope& rope,
 Status gather(const TensorView& table, const IndexView& rows, const TensorView& out,
               const Device& device, Stream stream = {});
 
+/// A weight [n, k] of 8 or 4 bits an element, in an order of our own that quantize() writes: weight
+/// = value · scale. int8 and e4m3 have one f32 scale of each row, int4 (−7 to 7) one bf16 scale of
+/// each `group_size` elements of a row.
+struct PackedWeight {
+  void* data = nullptr;  // packed_bytes() of them, aligned to 16
+  DType dtype = DType::int8;
+  std::int64_t n = 0, k = 0;    // n: a multiple of 16; k: of 64, of int4 of 128
+  std::int64_t group_size = 0;  // int4: 32, 64 or 128; else 0
+};
+/// Errors: invalid_argument names n, k, dtype or group_size.
+Result<std::int64_t> packed_bytes(const PackedWeight& shape);
+/// Rounds a weight [1, n, 1, k] (f32, bf16, f16; contiguous). The scale is the largest magnitude of
+/// the row or group over 127 (int8), 448 (e4m3) or 7 (int4, then rounded to bf16), all in f32; each
+/// element over its scale goes to the nearest value, ties to even. The same bits on every device.
+/// A row or group with an element that is not finite becomes NaN.
+Status quantize(const TensorView& weight, const PackedWeight& out, const Device& device,
+                Stream stream = {});
+/// out [1, n, 1, k] (f32, bf16, f16; contiguous) = value · scale, a product in f32 that is rounded
+/// once.
+Status dequantize(const PackedWeight& weight, const TensorView& out, const Device& device,
+                  Stream stream = {});
+
 struct LinearInputs {
-  TensorView x;          // [1, m, 1, k]
-  TensorView weight;     // [1, n, 1, k] of x's dtype, contiguous
-  TensorView bias = {};  // [1, 1, 1, n] of x's dtype; null: none
+  TensorView x;              // [1, m, 1, k]
+  TensorView weight = {};    // [1, n, 1, k] of x's dtype, contiguous; null: packed
+  PackedWeight packed = {};  // null: weight
+  TensorView bias = {};      // [1, 1, 1, n] of x's dtype; null: none
+  /// Nothing that is queued writes the weight: on CUDA it may be read ahead of what came before on
+  /// the stream.
+  bool weight_is_settled = false;
 };
 /// out = x weightᵀ + bias, accumulated in f32; out [1, m, 1, n] of x's dtype or, without a bias,
 /// f32. CUDA: cuBLASLt, and for few rows of 16 bits a kernel of ours that reads the weights once at
 /// the speed of memory; k and n are multiples of 8 there. CPU: oneDNN, in dtypes that it multiplies
-/// itself on this machine. The bits of a row may depend on the number of rows and, on a CPU, of
-/// threads, as the library's algorithm does.
+/// itself on this machine. A packed weight: on CUDA, x in 16 bits, the kernel of ours for few rows,
+/// which takes value · scale as it is; many rows, and a CPU, multiply with what dequantize() makes
+/// of it in x's dtype, in the workspace. The bits of a row may depend on the number of rows and, on
+/// a CPU, of threads, as the library's algorithm does.
 Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
               const Device& device, Stream stream = {});
+/// What linear() runs: "onednn", "cublaslt", "vector_rows"; of a packed weight "packed_rows",
+/// "dequantize+cublaslt", "dequantize+onednn".
+std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device,
+                          const PackedWeight& packed = {});
 /// What linear() wants on a device, at least.
 std::int64_t linear_workspace_bytes(const Device& device);
-/// What linear() runs for so many rows: "onednn", "cublaslt", "vector_rows".
-std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device);
+/// The same for so many rows in dtype with a packed weight.
+std::int64_t linear_workspace_bytes(std::int64_t rows, DType dtype, const Device& device,
+                                    const PackedWeight& packed);
 /// "" when linear() multiplies this dtype on the device, else why not.
 std::string why_no_linear(DType dtype, const Device& device);
 

@@ -67,29 +67,41 @@ struct ModelState;
 struct SessionState;
 }  // namespace detail
 
+/// How the matrices of a model's layers are kept. The embedding, lm_head, norms and biases stay in
+/// the model's dtype: a step reads one row of the first, errors of the second are errors of logits,
+/// and the others are small.
+struct WeightFormat {
+  std::optional<DType> dtype =
+      {};                         // int8, e4m3, int4: by quantize() (layers.h); unset: the model's
+  std::int64_t group_size = 128;  // elements that share a scale, of int4
+};
+
 /// A model's weights on a device. Copies share them.
 class Transformer {
  public:
   /// Matrices uniform with a variance of 1 / cols; norms, biases and the embedding uniform in
   /// (−1, 1). Each is a hash of the seed, the parameter and the place: the same bits on every
-  /// device. Errors: unsupported (a dtype that the
-  /// device has no product in), device_error (memory).
+  /// device. Errors: unsupported (a dtype that the device has no product in), invalid_argument
+  /// (weights or group_size, where a matrix has no such form), device_error (memory).
   static Result<Transformer> random(const TransformerConfig& config, std::uint64_t seed,
-                                    const Device& device, std::optional<DType> dtype = {});
+                                    const Device& device, std::optional<DType> dtype = {},
+                                    const WeightFormat& weights = {});
   /// config.json with model.safetensors, or its shards with model.safetensors.index.json. dtype:
   /// f32, bf16 or f16 (default: the published one); weights in another are rounded to it. Errors:
   /// as load_transformer() and random(); io_error names the file and the tensor that is missing,
   /// unknown or of another shape.
   static Result<Transformer> load(const std::string& folder, const Device& device,
-                                  std::optional<DType> dtype = {});
+                                  std::optional<DType> dtype = {},
+                                  const WeightFormat& weights = {});
 
   const TransformerConfig& config() const;
   const Device& device() const;
   DType dtype() const;
+  const WeightFormat& weight_format() const;
   const std::vector<ParameterInfo>& parameters() const;
-  /// A parameter widened to f32, [rows, cols], on the host.
+  /// A parameter widened to f32, [rows, cols], on the host; of a quantised one value · scale.
   Result<std::vector<float>> parameter(std::string_view name) const;
-  double weight_bytes() const;
+  double weight_bytes() const;  // scales too
 
   explicit Transformer(std::shared_ptr<const detail::ModelState> state)
       : state_(std::move(state)) {}

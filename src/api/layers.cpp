@@ -6,6 +6,8 @@
 
 #include "api/checks.h"
 #include "api/operations.h"
+#include "base/checked.h"
+#include "base/packed_weight.h"
 #include "dispatch/operations.h"
 #include "model/check.h"
 
@@ -123,30 +125,118 @@ Status check_rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out) {
       check_output({"y", out.y}, {{"residual", in.residual}}, true));
 }
 
+/// That there can be such a packed weight.
+Status check_packed(const char* name, const PackedWeight& w) {
+  const auto field = [name](const char* which) { return std::string(name) + "." + which; };
+  const bool int4 = w.dtype == DType::int4;
+  if (!int4 && w.dtype != DType::int8 && w.dtype != DType::e4m3) {
+    return Status::invalid_argument(field("dtype"), to_string(w.dtype), "int8, e4m3 or int4");
+  }
+  if (int4 ? w.group_size != 32 && w.group_size != 64 && w.group_size != 128 : w.group_size != 0) {
+    return Status::invalid_argument(field("group_size"), std::to_string(w.group_size),
+                                    int4 ? "32, 64 or 128" : "0: a scale is a row's");
+  }
+  if (w.n < 0 || w.n % base::kStripeRows != 0) {
+    return Status::invalid_argument(field("n"), std::to_string(w.n), "multiples of 16");
+  }
+  const base::PackedShape shape{w.dtype, w.n, w.k, w.group_size};
+  if (w.k <= 0 || w.k % shape.unit_cols() != 0) {
+    return Status::invalid_argument(field("k"), std::to_string(w.k),
+                                    "multiples of " + std::to_string(shape.unit_cols()));
+  }
+  const auto bytes = base::checked_product({w.n, w.k});
+  if (!bytes || *bytes > (std::int64_t{1} << 50)) {
+    return Status::invalid_argument(field("n"), std::to_string(w.n),
+                                    "fewer than 2^50 elements with k = " + std::to_string(w.k));
+  }
+  return Status::ok();
+}
+std::int64_t bytes_of_packed(const PackedWeight& w) {
+  return base::PackedShape{w.dtype, w.n, w.k, w.group_size}.bytes();
+}
+/// Its bytes as a view, so that overlaps are seen.
+TensorView packed_view(const PackedWeight& w) {
+  return matrix(w.data, DType::int8, 1, bytes_of_packed(w));
+}
+Status check_packed_memory(const char* name, const PackedWeight& w) {
+  if (Status s = check_packed(name, w); !s) {
+    return s;
+  }
+  if (w.n > 0 && w.data == nullptr) {
+    return Status::invalid_argument(name, "null", "an address");
+  }
+  return reinterpret_cast<std::uintptr_t>(w.data) % base::kChunkBytes == 0
+             ? Status::ok()
+             : Status::invalid_argument(name, "an address that is not a multiple of 16",
+                                        "addresses aligned to 16 bytes");
+}
+
+/// A weight beside its packed form, in either direction.
+Status check_pack(const char* name, const TensorView& view, const PackedWeight& packed,
+                  const char* packed_name, bool to_packed) {
+  Status checked =
+      model::first_error(check_packed_memory(packed_name, packed), check_float(name, view),
+                         api::check_tensor(name, view, view.dtype, {{1, packed.n, 1, packed.k}}));
+  if (!checked) {
+    return checked;
+  }
+  if (packed.n > 1 && view.stride_seqlen != packed.k) {
+    return Status::invalid_argument(std::string(name) + ".stride_seqlen",
+                                    std::to_string(view.stride_seqlen), std::to_string(packed.k));
+  }
+  const TensorView bytes = packed_view(packed);
+  const NamedTensor plain{name, view}, other{packed_name, bytes};
+  return to_packed ? check_output(other, {plain}, false) : check_output(plain, {other}, false);
+}
+
+/// The weight, in the dtype of x or packed.
+Status check_weight(const LinearInputs& in, std::int64_t k) {
+  if (in.packed.data == nullptr) {
+    const std::int64_t n = in.weight.seqlen;
+    Status checked = api::check_tensor("weight", in.weight, in.x.dtype, {{1, n, 1, k}});
+    return checked && n > 1 && in.weight.stride_seqlen != k
+               ? Status::invalid_argument("weight.stride_seqlen",
+                                          std::to_string(in.weight.stride_seqlen),
+                                          std::to_string(k))
+               : checked;
+  }
+  if (in.weight.data != nullptr) {
+    return Status::invalid_argument("packed", "a tensor beside weight", "one of the two");
+  }
+  if (Status s = check_packed_memory("packed", in.packed); !s) {
+    return s;
+  }
+  return in.packed.k == k ? Status::ok()
+                          : Status::invalid_argument("packed.k", std::to_string(in.packed.k),
+                                                     "x's " + std::to_string(k));
+}
+
 Status check_linear(const LinearInputs& in, const TensorView& out, Workspace workspace,
                     const Device& device) {
-  const std::int64_t m = in.x.seqlen, k = in.x.head_dim, n = in.weight.seqlen;
+  const bool packed = in.packed.data != nullptr;
+  const std::int64_t m = in.x.seqlen, k = in.x.head_dim,
+                     n = packed ? in.packed.n : in.weight.seqlen;
   const DType dtype = in.x.dtype;
   const bool has_bias = in.bias.data != nullptr;
-  Status checked = model::first_error(
-      check_float("x", in.x), api::check_tensor("x", in.x, dtype, {{1, m, 1, k}}),
-      api::check_tensor("weight", in.weight, dtype, {{1, n, 1, k}}));
+  Status checked = model::first_error(check_float("x", in.x),
+                                      api::check_tensor("x", in.x, dtype, {{1, m, 1, k}}));
   if (!checked) {
     return checked;
   }
   if (k == 0) {
     return Status::invalid_argument("x.head_dim", "0", "1 or more");
   }
-  if (in.weight.seqlen > 1 && in.weight.stride_seqlen != k) {
-    return Status::invalid_argument("weight.stride_seqlen", std::to_string(in.weight.stride_seqlen),
-                                    std::to_string(k));
+  if (Status s = check_weight(in, k); !s) {
+    return s;
   }
   const bool f32 = out.dtype == DType::f32 && !has_bias;
+  const TensorView weight = packed ? packed_view(in.packed) : in.weight;
+  const char* const weight_name = packed ? "packed" : "weight";
   checked = model::first_error(
       api::check_tensor("out", out, f32 ? DType::f32 : dtype, {{1, m, 1, n}}),
       has_bias ? api::check_tensor("bias", in.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
-      check_output({"out", out}, {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}}, false),
-      api::check_workspace(workspace, linear_workspace_bytes(device)));
+      check_output({"out", out}, {{"x", in.x}, {weight_name, weight}, {"bias", in.bias}}, false),
+      api::check_workspace(workspace, linear_workspace_bytes(m, dtype, device, in.packed)));
   if (!checked) {
     return checked;
   }
@@ -239,14 +329,49 @@ Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace
   return (*layers)->linear({in, out, workspace, {device.index, stream}});
 }
 
+Result<std::int64_t> packed_bytes(const PackedWeight& shape) {
+  Status checked = check_packed("shape", shape);
+  return checked ? Result<std::int64_t>(bytes_of_packed(shape)) : checked;
+}
+
+Status quantize(const TensorView& weight, const PackedWeight& out, const Device& device,
+                Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("quantize", device, stream);
+  if (Status s = layers ? check_pack("weight", weight, out, "out", true) : layers.status(); !s) {
+    return s;
+  }
+  return (*layers)->quantize({weight, out, {device.index, stream}});
+}
+
+Status dequantize(const PackedWeight& weight, const TensorView& out, const Device& device,
+                  Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("dequantize", device, stream);
+  if (Status s = layers ? check_pack("out", out, weight, "weight", false) : layers.status(); !s) {
+    return s;
+  }
+  return (*layers)->dequantize({out, weight, {device.index, stream}});
+}
+
 std::int64_t linear_workspace_bytes(const Device& device) {
   const OperationEntry* const entry = dispatch::find_layers(device.kind);
   return entry == nullptr ? 0 : entry->layers->linear_workspace_bytes;
 }
 
-std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device) {
+std::int64_t linear_workspace_bytes(std::int64_t rows, DType dtype, const Device& device,
+                                    const PackedWeight& packed) {
   const OperationEntry* const entry = dispatch::find_layers(device.kind);
-  return entry == nullptr ? std::string() : entry->layers->linear_kernel(rows, dtype);
+  if (entry == nullptr) {
+    return 0;
+  }
+  const bool dequantizes = packed.k > 0 && entry->layers->linear_dequantizes(rows, dtype, packed);
+  return entry->layers->linear_workspace_bytes +
+         (dequantizes ? packed.n * packed.k * bits_of(dtype) / 8 : 0);
+}
+
+std::string linear_kernel(std::int64_t rows, DType dtype, const Device& device,
+                          const PackedWeight& packed) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr ? std::string() : entry->layers->linear_kernel(rows, dtype, packed);
 }
 
 std::string why_no_linear(DType dtype, const Device& device) {

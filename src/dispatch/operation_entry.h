@@ -61,6 +61,11 @@ struct LinearCall {
   Workspace workspace;
   LayerPlace place;
 };
+struct PackCall {  // quantize: from view to packed; dequantize: the other way
+  const TensorView& view;
+  const PackedWeight& packed;
+  LayerPlace place;
+};
 struct FillUniformCall {
   const TensorView& out;
   std::uint64_t seed;
@@ -80,10 +85,15 @@ struct LayerOperations {
   Status (*rope)(const RopeCall&);
   Status (*gather)(const GatherCall&);
   Status (*linear)(const LinearCall&);
+  Status (*quantize)(const PackCall&);
+  Status (*dequantize)(const PackCall&);
   Status (*fill_uniform)(const FillUniformCall&);
   Status (*advance)(const AdvanceCall&);
   std::int64_t linear_workspace_bytes;
-  const char* (*linear_kernel)(std::int64_t rows, DType dtype);
+  /// packed.data is null for a weight of x's dtype.
+  const char* (*linear_kernel)(std::int64_t rows, DType dtype, const PackedWeight& packed);
+  /// Whether linear() dequantises a packed weight into the workspace, behind its own.
+  bool (*linear_dequantizes)(std::int64_t rows, DType dtype, const PackedWeight& packed);
   /// Empty, or why it does not multiply this dtype.
   std::string (*why_no_linear)(DType dtype);
 };

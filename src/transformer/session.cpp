@@ -171,6 +171,17 @@ Status make_plan(const SessionState& state, Step& step) {
   return Status::ok();
 }
 
+/// What the step's products want, at most.
+std::int64_t products_workspace(const SessionState& state, const Step& step) {
+  std::int64_t most = linear_workspace_bytes(state.model.device());
+  for (const transformer::Matrix& weight : state.weights().layers.front()) {
+    most = std::max(most,
+                    linear_workspace_bytes(step.tokens, state.model.dtype(), state.model.device(),
+                                           transformer::packed_of(weight)));
+  }
+  return most;
+}
+
 Status make_buffers(const SessionState& state, Step& step) {
   const ModelConfig& m = state.shape();
   const std::int64_t n = step.tokens, q = m.heads_q * m.head_dim, kv = m.heads_kv * m.head_dim;
@@ -187,7 +198,7 @@ Status make_buffers(const SessionState& state, Step& step) {
       {&b.last, step.sequences() * m.hidden_size * size},
       {&b.logits, step.logit_rows * m.vocab_size * 4},
       {&b.attention_workspace, step.plan->workspace_bytes()},
-      {&b.linear_workspace, linear_workspace_bytes(state.model.device())},
+      {&b.linear_workspace, products_workspace(state, step)},
       {&b.indices, step.places.size * 4}};
   for (const auto& [storage, bytes] : wanted) {
     if (Status s = reserve(*storage, state.model.device(), bytes); !s) {

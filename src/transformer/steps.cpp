@@ -62,7 +62,7 @@ class Builder {
   TensorView qkv() const { return view(b().qkv, qkv_cols()); }
 
   /// Adds an operation; `run(device, stream)` queues it. One launch is counted, though a product of
-  /// 5 to 256 rows may take two.
+  /// 3 to 256 rows may take two.
   template <typename Run>
   void add(std::string name, std::string kernel, Cost cost, Run run) {
     cost.launches = 1;
@@ -114,26 +114,49 @@ class Builder {
   void product(const char* name, const TensorView& x, const Matrix& weight, const TensorView& out,
                const Matrix* bias = nullptr) {
     const TensorView w = view_of(weight, dtype_);
+    const PackedWeight packed = packed_of(weight);
     const TensorView added = bias != nullptr ? view_of(*bias, dtype_) : TensorView{};
     const Workspace lent{b().linear_workspace.data(), b().linear_workspace.bytes()};
-    const Result<Cost> counted =
-        gemm_cost({.m = x.seqlen, .n = weight.rows, .k = weight.cols, .dtype = dtype_});
+    const std::string kernel = linear_kernel(x.seqlen, dtype_, device_, packed);
+    const bool dequantizes = kernel.starts_with("dequantize");
+    add(name, kernel, product_cost(x.seqlen, weight, out.dtype, added.data != nullptr, dequantizes),
+        [=](const Device& device, Stream stream) {
+          return linear(
+              {.x = x, .weight = w, .packed = packed, .bias = added, .weight_is_settled = true},
+              out, lent, device, stream);
+        });
+    operations_.back().cost.launches += dequantizes ? 1 : 0;
+  }
+
+  /// A dequantised weight is written once and read once more.
+  Cost product_cost(std::int64_t rows, const Matrix& weight, DType out, bool has_bias,
+                    bool dequantizes) const {
+    const Result<Cost> counted = gemm_cost({.m = rows,
+                                            .n = weight.rows,
+                                            .k = weight.cols,
+                                            .dtype = dtype_,
+                                            .weight_dtype = weight.packed});
     Cost cost = counted ? *counted : Cost{};
-    const auto outputs = static_cast<double>(x.seqlen) * static_cast<double>(weight.rows);
+    const auto n = static_cast<double>(weight.rows),
+               elements = n * static_cast<double>(weight.cols);
     const auto count = [&cost](const char* term, double bytes) {
       cost.bytes += bytes;
       cost.bytes_by_term.push_back({term, bytes});
     };
-    if (out.dtype != dtype_) {
-      count("c (f32)", outputs * (bytes_of(out.dtype) - bytes_of(dtype_)));
+    if (out != dtype_) {
+      count("c (f32)", static_cast<double>(rows) * n * (bytes_of(out) - bytes_of(dtype_)));
     }
-    if (added.data != nullptr) {
-      count("bias", static_cast<double>(weight.rows) * bytes_of(dtype_));
+    if (has_bias) {
+      count("bias", n * bytes_of(dtype_));
     }
-    add(name, linear_kernel(x.seqlen, dtype_, device_), std::move(cost),
-        [=](const Device& device, Stream stream) {
-          return linear({.x = x, .weight = w, .bias = added}, out, lent, device, stream);
-        });
+    if (weight.packed) {
+      count("scales",
+            static_cast<double>(weight.storage.bytes()) - elements * bytes_of(*weight.packed));
+    }
+    if (dequantizes) {
+      count("dequantized weight", 2 * elements * bytes_of(dtype_));
+    }
+    return cost;
   }
 
   void head_norm(const char* name, const TensorView& heads, Slot slot) {

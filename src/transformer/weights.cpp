@@ -77,9 +77,39 @@ Matrix& matrix_of(Weights& weights, const Place& place) {
 
 namespace {
 
+/// Matrices of the layers that products read.
+bool is_packable(const Place& place) {
+  return place.layer >= 0 && (place.slot == Slot::qkv || place.slot == Slot::o ||
+                              place.slot == Slot::gate_up || place.slot == Slot::down);
+}
+
+/// The matrix in the format asked for, whose sizes are known.
+Status set_format(const Place& place, const WeightFormat& format, Matrix& m) {
+  if (!format.dtype || !is_packable(place)) {
+    return Status::ok();
+  }
+  m.packed = format.dtype;
+  m.group_size = *format.dtype == DType::int4 ? format.group_size : 0;
+  const Result<std::int64_t> bytes = packed_bytes(packed_of(m));
+  if (bytes) {
+    return Status::ok();
+  }
+  const Status& why = bytes.status();
+  if (why.parameter() == "shape.dtype" || why.parameter() == "shape.group_size") {
+    return Status::invalid_argument(why.parameter() == "shape.dtype" ? "weights" : "group_size",
+                                    why.given(), why.allowed());
+  }
+  return Status::invalid_argument(
+      "weights",
+      fmt::format("{} of {}, a matrix [{}, {}]", to_string(*m.packed), place.info.name, m.rows,
+                  m.cols),
+      fmt::format("matrices whose {} are {}", why.parameter() == "shape.n" ? "rows" : "columns",
+                  why.allowed()));
+}
+
 /// Memory of every matrix, as large as what lies in it.
 Status allocate(const std::vector<Place>& places, const Device& device, DType dtype,
-                const ModelConfig& model, Weights& weights) {
+                const WeightFormat& format, const ModelConfig& model, Weights& weights) {
   weights.layers.resize(static_cast<std::size_t>(model.num_layers));
   for (const Place& place : places) {
     Matrix& m = matrix_of(weights, place);
@@ -89,7 +119,11 @@ Status allocate(const std::vector<Place>& places, const Device& device, DType dt
   for (const Place& place : places) {
     Matrix& m = matrix_of(weights, place);
     if (!m.storage) {
-      Result<Storage> made = Storage::allocate(device, m.rows * m.cols * bits_of(dtype) / 8);
+      if (Status s = set_format(place, format, m); !s) {
+        return s;
+      }
+      Result<Storage> made = Storage::allocate(
+          device, m.packed ? *packed_bytes(packed_of(m)) : m.rows * m.cols * bits_of(dtype) / 8);
       if (!made) {
         return made.status();
       }
@@ -97,6 +131,28 @@ Status allocate(const std::vector<Place>& places, const Device& device, DType dt
     }
   }
   return Status::ok();
+}
+
+/// Tensors of one matrix follow each other: whether the i-th place is the last of its matrix.
+bool ends_matrix(const std::vector<Place>& places, std::size_t i) {
+  return i + 1 == places.size() || places[i + 1].first == 0;
+}
+
+/// Room for the largest matrix that is to be quantised, in the model's dtype; none without one.
+Result<Storage> make_staging(const detail::ModelState& state) {
+  std::int64_t most = 0;
+  for (const Place& place : state.places) {
+    const Matrix& m = matrix_of(state.weights, place);
+    most = std::max(most, m.packed ? m.rows * m.cols * bits_of(state.dtype) / 8 : 0);
+  }
+  return most == 0 ? Result<Storage>(Storage{}) : Storage::allocate(state.device, most);
+}
+
+/// Quantises what lies in `staging`, and waits: it is written again.
+Status quantize_staged(const detail::ModelState& state, const Storage& staging, const Matrix& m) {
+  Status done =
+      quantize(matrix(staging.data(), state.dtype, m.rows, m.cols), packed_of(m), state.device);
+  return done && state.device.kind == Device::Kind::cuda ? synchronize(state.device, {}) : done;
 }
 
 /// Elements of a stored tensor rounded to dtype; a copy where they are of it.
@@ -138,10 +194,15 @@ Status check_names(const Checkpoint& checkpoint, const std::vector<Place>& place
   return Status::ok();
 }
 
-/// Tensors of one matrix follow each other in `places`: it is put together, then copied.
-Status fill(const Checkpoint& checkpoint, const std::vector<Place>& places, DType dtype,
-            Weights& weights) {
+/// Every matrix is put together on the host, then copied, then quantised where it is to be.
+Status fill(const Checkpoint& checkpoint, detail::ModelState& state) {
+  const std::vector<Place>& places = state.places;
+  const DType dtype = state.dtype;
   const std::int64_t size = bits_of(dtype) / 8;
+  const Result<Storage> staging = make_staging(state);
+  if (!staging) {
+    return staging.status();
+  }
   std::vector<std::byte> whole;
   for (std::size_t i = 0; i < places.size(); ++i) {
     const Place& place = places[i];
@@ -158,11 +219,17 @@ Status fill(const Checkpoint& checkpoint, const std::vector<Place>& places, DTyp
               ? fmt::format("[{}] by config.json", place.info.cols)
               : fmt::format("[{}, {}] by config.json", place.info.rows, place.info.cols));
     }
-    const Matrix& m = matrix_of(weights, place);
-    whole.resize(static_cast<std::size_t>(m.storage.bytes()));
+    const Matrix& m = matrix_of(state.weights, place);
+    const std::int64_t bytes = m.rows * m.cols * size;
+    whole.resize(static_cast<std::size_t>(bytes));
     round_to(*tensor, dtype, place.info.rows * place.info.cols, whole.data() + place.first * size);
-    const bool last = i + 1 == places.size() || places[i + 1].first == 0;
-    if (Status s = last ? m.storage.upload(whole.data(), m.storage.bytes()) : Status::ok(); !s) {
+    if (!ends_matrix(places, i)) {
+      continue;
+    }
+    if (Status s = (m.packed ? *staging : m.storage).upload(whole.data(), bytes); !s) {
+      return s;
+    }
+    if (Status s = m.packed ? quantize_staged(state, *staging, m) : Status::ok(); !s) {
       return s;
     }
   }
@@ -173,7 +240,8 @@ Status fill(const Checkpoint& checkpoint, const std::vector<Place>& places, DTyp
 }  // namespace transformer
 
 Result<std::shared_ptr<detail::ModelState>> detail::ModelState::make(
-    const TransformerConfig& config, const Device& device, DType dtype) {
+    const TransformerConfig& config, const Device& device, DType dtype,
+    const WeightFormat& format) {
   if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
     return Status::invalid_argument("dtype", to_string(dtype), "f32, bf16, f16");
   }
@@ -187,26 +255,34 @@ Result<std::shared_ptr<detail::ModelState>> detail::ModelState::make(
   state->config = config;
   state->device = device;
   state->dtype = dtype;
+  state->format = format;
   state->places = transformer::places_of(config.model);
   for (const transformer::Place& place : state->places) {
     state->parameters.push_back(place.info);
   }
-  Status done = transformer::allocate(state->places, device, dtype, config.model, state->weights);
+  Status done =
+      transformer::allocate(state->places, device, dtype, format, config.model, state->weights);
   return done ? Result<std::shared_ptr<ModelState>>(std::move(state)) : done;
 }
 
 Result<Transformer> Transformer::random(const TransformerConfig& config, std::uint64_t seed,
-                                        const Device& device, std::optional<DType> dtype) {
+                                        const Device& device, std::optional<DType> dtype,
+                                        const WeightFormat& weights) {
   const Result<std::shared_ptr<detail::ModelState>> state =
-      detail::ModelState::make(config, device, dtype.value_or(config.model.dtype));
+      detail::ModelState::make(config, device, dtype.value_or(config.model.dtype), weights);
   if (!state) {
     return state.status();
+  }
+  const Result<transformer::Storage> staging = transformer::make_staging(**state);
+  if (!staging) {
+    return staging.status();
   }
   const DType type = (*state)->dtype;
   for (std::size_t i = 0; i < (*state)->places.size(); ++i) {
     const transformer::Place& place = (*state)->places[i];
     const transformer::Matrix& m = transformer::matrix_of((*state)->weights, place);
-    TensorView view = matrix(m.storage.data(), type, place.info.rows, place.info.cols);
+    TensorView view =
+        matrix((m.packed ? *staging : m.storage).data(), type, place.info.rows, place.info.cols);
     view.data = static_cast<std::byte*>(view.data) + place.first * bits_of(type) / 8;
     const bool embedding = place.outer == &transformer::Weights::embedding;
     const double variance =
@@ -214,6 +290,10 @@ Result<Transformer> Transformer::random(const TransformerConfig& config, std::ui
     if (Status s = fill_uniform(view, tiles::hash_of(seed, i),
                                 static_cast<float>(std::sqrt(3 * variance)), device);
         !s) {
+      return s;
+    }
+    const bool whole = m.packed && transformer::ends_matrix((*state)->places, i);
+    if (Status s = whole ? transformer::quantize_staged(**state, *staging, m) : Status::ok(); !s) {
       return s;
     }
   }
@@ -226,7 +306,7 @@ Result<Transformer> Transformer::random(const TransformerConfig& config, std::ui
 }
 
 Result<Transformer> Transformer::load(const std::string& folder, const Device& device,
-                                      std::optional<DType> dtype) {
+                                      std::optional<DType> dtype, const WeightFormat& weights) {
   const Result<TransformerConfig> config = load_transformer(folder);
   if (!config) {
     return config.status();
@@ -240,17 +320,18 @@ Result<Transformer> Transformer::load(const std::string& folder, const Device& d
     return s;
   }
   const Result<std::shared_ptr<detail::ModelState>> state =
-      detail::ModelState::make(*config, device, dtype.value_or(config->model.dtype));
+      detail::ModelState::make(*config, device, dtype.value_or(config->model.dtype), weights);
   if (!state) {
     return state.status();
   }
-  Status filled = transformer::fill(*checkpoint, places, (*state)->dtype, (*state)->weights);
+  Status filled = transformer::fill(*checkpoint, **state);
   return filled ? Result<Transformer>(Transformer(*state)) : filled;
 }
 
 const TransformerConfig& Transformer::config() const { return state_->config; }
 const Device& Transformer::device() const { return state_->device; }
 DType Transformer::dtype() const { return state_->dtype; }
+const WeightFormat& Transformer::weight_format() const { return state_->format; }
 const std::vector<ParameterInfo>& Transformer::parameters() const { return state_->parameters; }
 
 Result<std::vector<float>> Transformer::parameter(std::string_view name) const {
@@ -263,7 +344,17 @@ Result<std::vector<float>> Transformer::parameter(std::string_view name) const {
     if (Status s = m.storage.download(whole.data(), m.storage.bytes()); !s) {
       return s;
     }
-    const TensorView view{.data = whole.data(), .dtype = state_->dtype};
+    TensorView view{.data = whole.data(), .dtype = state_->dtype};
+    std::vector<float> widened;
+    if (m.packed) {
+      PackedWeight packed = transformer::packed_of(m);
+      packed.data = whole.data();
+      widened.resize(static_cast<std::size_t>(m.rows * m.cols));
+      view = matrix(widened.data(), DType::f32, m.rows, m.cols);
+      if (Status s = dequantize(packed, view, Device::cpu()); !s) {
+        return s;
+      }
+    }
     std::vector<float> values(static_cast<std::size_t>(place.info.rows * place.info.cols));
     for (std::size_t i = 0; i < values.size(); ++i) {
       values[i] =
@@ -275,11 +366,13 @@ Result<std::vector<float>> Transformer::parameter(std::string_view name) const {
 }
 
 double Transformer::weight_bytes() const {
-  double elements = 0;
-  for (const ParameterInfo& p : state_->parameters) {
-    elements += static_cast<double>(p.rows) * static_cast<double>(p.cols);
+  double bytes = 0;
+  for (std::size_t i = 0; i < state_->places.size(); ++i) {
+    const transformer::Matrix& m = transformer::matrix_of(state_->weights, state_->places[i]);
+    bytes +=
+        transformer::ends_matrix(state_->places, i) ? static_cast<double>(m.storage.bytes()) : 0.0;
   }
-  return elements * bytes_of(state_->dtype);
+  return bytes;
 }
 
 }  // namespace rafter

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,8 @@ inline constexpr std::size_t kSlots = 12;
 struct Matrix {
   Storage storage;
   std::int64_t rows = 0, cols = 0;
+  std::optional<DType> packed = {};  // int8, e4m3, int4; unset: plain, in the model's dtype
+  std::int64_t group_size = 0;       // of int4
 };
 
 struct Weights {
@@ -59,9 +62,13 @@ std::vector<Place> places_of(const ModelConfig& model);
 Matrix& matrix_of(Weights& weights, const Place& place);
 const Matrix& matrix_of(const Weights& weights, const Place& place);
 
-/// As a kernel takes it.
+/// As a kernel takes it: plain or packed, the other is null.
 inline TensorView view_of(const Matrix& m, DType dtype) {
-  return m.storage ? matrix(m.storage.data(), dtype, m.rows, m.cols) : TensorView{};
+  return m.storage && !m.packed ? matrix(m.storage.data(), dtype, m.rows, m.cols) : TensorView{};
+}
+inline PackedWeight packed_of(const Matrix& m) {
+  return m.packed ? PackedWeight{m.storage.data(), *m.packed, m.rows, m.cols, m.group_size}
+                  : PackedWeight{};
 }
 
 }  // namespace rafter::transformer
@@ -72,13 +79,15 @@ struct ModelState {
   TransformerConfig config;
   Device device;
   DType dtype = DType::f32;
+  WeightFormat format;
   transformer::Weights weights;
   std::vector<transformer::Place> places;
   std::vector<ParameterInfo> parameters;
 
   /// With memory for its weights, not yet filled.
   static Result<std::shared_ptr<ModelState>> make(const TransformerConfig& config,
-                                                  const Device& device, DType dtype);
+                                                  const Device& device, DType dtype,
+                                                  const WeightFormat& format);
 };
 
 }  // namespace rafter::detail

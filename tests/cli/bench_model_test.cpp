@@ -73,6 +73,39 @@ TEST(BenchModel, AStepIsTheSumOfItsOperations) {
   }
 }
 
+TEST(BenchModel, QuantizedWeightsAreFewerBytesAndNamed) {
+  const Scene scene;
+  std::ofstream(scene.folder / "config.json")
+      << R"({"model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+  "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+  "torch_dtype": "float32"})";
+  const auto rows = run_json(scene.bench({"--phase", "decode", "--seqlen", "16", "--weights",
+                                          "f32,int8,int4", "--group-size", "32"}))
+                        .at("benchmarks");
+  std::map<std::string, double> bytes;
+  for (const auto& row : rows) {
+    const auto& shape = row.at("case");
+    const std::string weights = shape.at("weights");
+    EXPECT_EQ(shape.contains("group_size"), weights == "int4");
+    if (shape.at("operation") == "step") {
+      bytes[weights] = row.at("weight_bytes");
+    } else if (shape.at("operation") == "gate_up") {
+      EXPECT_EQ(row.at("kernel"), weights == "f32" ? "onednn" : "dequantize+onednn");
+    }
+  }
+  // Two layers of q, k, v, o and three matrices of the MLP; scales of rows, or of 32 elements.
+  const double elements = 2 * 128.0 * (128 + 2 * 64 + 128 + 3 * 256), n = 2 * (256 + 128 + 640);
+  EXPECT_EQ(bytes["f32"] - bytes["int8"], elements * 3 - n * 4);
+  EXPECT_EQ(bytes["f32"] - bytes["int4"], elements * 3.5 - elements / 32 * 2);
+  expect_refused(scene.bench({"--weights", "bf16"}),
+                 {"--weights: bf16 given; f32 (--dtype), int8, e4m3, int4 allowed"});
+  expect_refused(scene.bench({"--weights", "int4", "--group-size", "48"}),
+                 {"48 given; 32, 64 or 128 allowed"});
+  std::ofstream(scene.folder / "config.json") << kTiny;
+  expect_refused(scene.bench({"--weights", "int8"}),
+                 {"matrices whose columns are multiples of 64"});
+}
+
 TEST(BenchModel, ProductsAndAttentionAreOfTheFlopsThatExplainModelPredicts) {
   const Scene scene;
   // A decode step's token attends to itself too: explain counts it among the keys.

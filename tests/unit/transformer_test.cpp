@@ -143,6 +143,59 @@ TEST(Transformer, OnePromptAndEqualPromptsTakeTheDenseAndTheBatchedPath) {
   }
 }
 
+/// The oracle multiplies with what parameter() gives: values times scales.
+TEST(Transformer, QuantizedWeightsGiveTheLogitsOfTheirValues) {
+  TransformerConfig config = small_config();
+  config.model.hidden_size = config.model.intermediate_size = 128;
+  config.model.heads_q = 8;  // of 16: 128 columns of o
+  config.model.attention_bias = true;
+  const double plain = must(count_parameters(config.model)).total;
+  const double layers = 2 * (128.0 * (8 + 4) * 16 + 128 * 128 + 3 * 128 * 128),
+               rows = 2 * (12 * 16 + 128 + 2 * 128 + 128);
+  for (const auto& [dtype, group_size, bytes] : {std::tuple{DType::int8, 128, layers + rows * 4},
+                                                 {DType::e4m3, 128, layers + rows * 4},
+                                                 {DType::int4, 32, layers / 2 + layers / 32 * 2}}) {
+    const Transformer model =
+        must(Transformer::random(config, 7, Device::cpu(), DType::f32, {dtype, group_size}));
+    EXPECT_EQ(model.weight_bytes(), (plain - layers) * 4 + bytes) << to_string(dtype);
+    const auto oracle = testing::TransformerOracle::of(model);
+    TransformerSession session =
+        must(TransformerSession::make(model, {.max_batch = 2, .max_seqlen = 16, .page_size = 4}));
+    Prompts texts = {random_tokens(7, 61, 1), random_tokens(3, 61, 2)};
+    must(session.prefill(texts));
+    for (int step = 0; step < 2; ++step) {
+      const std::vector<float> logits = must(session.logits());
+      for (std::size_t b = 0; b < texts.size(); ++b) {
+        expect_near(logits, b * 61, oracle.logits(texts[b]).back(), to_string(dtype));
+      }
+      const std::vector<std::int32_t> next = random_tokens(2, 61, 5);
+      must(session.decode(next));
+      texts[0].push_back(next[0]);
+      texts[1].push_back(next[1]);
+    }
+    for (const StepOperation& operation : session.operations(Phase::decode)) {
+      if (operation.name == "down") {
+        EXPECT_EQ(operation.kernel, "dequantize+onednn");
+        // Read packed, written and read in f32; x and y.
+        const double elements = 128 * 128, scales = dtype == DType::int4 ? elements / 16 : 128 * 4;
+        EXPECT_EQ(operation.cost.bytes,
+                  elements * bytes_of(dtype) + scales + elements * 8 + 2 * 2 * 128 * 4);
+      }
+      EXPECT_FALSE(operation.name == "lm_head" && operation.kernel != "onednn");
+    }
+  }
+  const auto refused = [&config](DType dtype, std::int64_t group_size) {
+    return Transformer::random(config, 1, Device::cpu(), DType::f32, {dtype, group_size})
+        .status()
+        .parameter();
+  };
+  EXPECT_EQ(refused(DType::int4, 48), "group_size");
+  EXPECT_EQ(refused(DType::f16, 128), "weights");
+  config.model.intermediate_size = 192;
+  EXPECT_EQ(refused(DType::int4, 64), "weights");  // down has 192 columns
+  EXPECT_EQ(refused(DType::int8, 64), "");
+}
+
 TEST(Transformer, ASecondPrefillForgetsTheFirst) {
   const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
   const Prompts one = {random_tokens(5, 61, 1)},

@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+#include "hw/cuda/early.h"
+
 namespace rafter::cuda {
 namespace {
 
@@ -45,7 +47,9 @@ DeviceScope::~DeviceScope() {
   }
 }
 
-Status launch(const void* kernel, const LaunchShape& shape, void** arguments) {
+namespace {
+
+Status launch_with(const void* kernel, const LaunchShape& shape, void** arguments, bool early) {
   if (shape.blocks == 0) {
     return Status::ok();
   }
@@ -58,9 +62,27 @@ Status launch(const void* kernel, const LaunchShape& shape, void** arguments) {
       return status;
     }
   }
-  return to_status(cudaLaunchKernel(kernel, dim3(shape.blocks), dim3(shape.threads), arguments,
-                                    shape.shared_bytes, static_cast<cudaStream_t>(shape.stream)),
-                   "launch");
+  cudaLaunchAttribute overlaps = {};
+  overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlaps.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.blocks);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(shape.stream);
+  config.attrs = &overlaps;
+  config.numAttrs = early ? 1 : 0;
+  return to_status(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
+}
+
+}  // namespace
+
+Status launch(const void* kernel, const LaunchShape& shape, void** arguments) {
+  return launch_with(kernel, shape, arguments, false);
+}
+
+Status launch_early(const void* kernel, const LaunchShape& shape, void** arguments) {
+  return launch_with(kernel, shape, arguments, true);
 }
 
 Status clear(void* data, std::int64_t bytes, void* stream) {

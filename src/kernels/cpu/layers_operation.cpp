@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "base/element.h"
+#include "base/packed_weight.h"
 #include "dispatch/operation_entry.h"
 #include "kernels/cpu/onednn_common.h"
 #include "kernels/cpu/rows_common.h"
@@ -167,7 +169,7 @@ Status linear_with_bias(const LinearCall& call, const cpu::BlockProducts::Shape&
   return done;
 }
 
-Status linear(const LinearCall& call) {
+Status multiply(const LinearCall& call) {
   const TensorView& x = call.in.x;
   const cpu::BlockProducts::Shape shape = {x.seqlen,   call.in.weight.seqlen,
                                            x.head_dim, x.stride_seqlen,
@@ -184,6 +186,76 @@ Status linear(const LinearCall& call) {
                                          static_cast<float*>(call.out.data));
   }
   return products.times_transposed(shape, 1.0f, x.data, call.in.weight.data, call.out.data);
+}
+
+base::PackedShape shape_of(const PackedWeight& w) { return {w.dtype, w.n, w.k, w.group_size}; }
+
+/// Element `at` of a matrix without gaps, widened.
+float element(const TensorView& t, std::int64_t at) {
+  return static_cast<float>(base::load_element(t, at));
+}
+
+Status quantize(const PackCall& call) {
+  const base::PackedShape shape = shape_of(call.packed);
+  auto* const packed = static_cast<std::byte*>(call.packed.data);
+  const std::int64_t cols = shape.scale_cols(), groups = shape.k / cols;
+#pragma omp parallel for schedule(static) if (shape.n * shape.k > kSmall)
+  for (std::int64_t index = 0; index < shape.n * groups; ++index) {
+    const std::int64_t row = index / groups, first = index % groups * cols;
+    std::uint32_t largest = 0;
+    for (std::int64_t i = 0; i < cols; ++i) {
+      largest =
+          std::max(largest, base::magnitude_bits(element(call.view, row * shape.k + first + i)));
+    }
+    const float scale = base::scale_of(shape.dtype, largest);
+    const std::uint16_t half = f32_to_bf16(scale);
+    std::byte* const at = packed + base::scale_offset(shape, row, first);
+    std::memcpy(at, shape.is_int4() ? static_cast<const void*>(&half) : &scale,
+                shape.is_int4() ? sizeof half : sizeof scale);
+  }
+#pragma omp parallel for schedule(static) if (shape.n * shape.k > kSmall)
+  for (std::int64_t chunk = 0; chunk < shape.chunks(); ++chunk) {
+    const base::ChunkPlace place = base::place_of_chunk(shape, chunk);
+    std::uint32_t words[4] = {};
+    base::visit_chunk(shape, place, [&](int upper, int i, std::int64_t row, std::int64_t col) {
+      const float scale = base::load_scale(shape, packed, row, col);
+      const float value = element(call.view, row * shape.k + col);
+      base::put_code(shape.dtype, upper, i,
+                     base::encode(shape.dtype, base::quotient_of(value, scale)), words);
+    });
+    std::memcpy(packed + place.offset, words, sizeof words);
+  }
+  return Status::ok();
+}
+
+Status dequantize(const PackCall& call) {
+  const base::PackedShape shape = shape_of(call.packed);
+  const auto* const packed = static_cast<const std::byte*>(call.packed.data);
+#pragma omp parallel for schedule(static) if (shape.n * shape.k > kSmall)
+  for (std::int64_t chunk = 0; chunk < shape.chunks(); ++chunk) {
+    const base::ChunkPlace place = base::place_of_chunk(shape, chunk);
+    std::uint32_t words[4];
+    std::memcpy(words, packed + place.offset, sizeof words);
+    base::visit_chunk(shape, place, [&](int upper, int i, std::int64_t row, std::int64_t col) {
+      const float scale = base::load_scale(shape, packed, row, col);
+      base::store_element(call.view, row * shape.k + col,
+                          base::code_value(shape.dtype, upper, i, words) * scale);
+    });
+  }
+  return Status::ok();
+}
+
+/// A packed weight is multiplied with as what dequantize() makes of it, in the workspace.
+Status linear(const LinearCall& call) {
+  if (call.in.packed.data == nullptr) {
+    return multiply(call);
+  }
+  const PackedWeight& packed = call.in.packed;
+  LinearInputs in = call.in;
+  in.weight = matrix(call.workspace.data, in.x.dtype, packed.n, packed.k);
+  in.packed = {};
+  Status done = dequantize({in.weight, packed, call.place});
+  return done ? multiply({in, call.out, call.workspace, call.place}) : done;
 }
 
 Status fill_uniform(const FillUniformCall& call) {
@@ -210,7 +282,10 @@ Status advance(const AdvanceCall& call) {
   return Status::ok();
 }
 
-const char* linear_kernel(std::int64_t, DType) { return "onednn"; }
+const char* linear_kernel(std::int64_t, DType, const PackedWeight& packed) {
+  return packed.k > 0 ? "dequantize+onednn" : "onednn";
+}
+bool linear_dequantizes(std::int64_t, DType, const PackedWeight&) { return true; }
 
 std::string why_no_linear(DType dtype) {
   return cpu::onednn_multiplies(dtype)
@@ -223,10 +298,13 @@ constexpr LayerOperations kLayers = {.rmsnorm = rmsnorm,
                                      .rope = rope,
                                      .gather = gather,
                                      .linear = linear,
+                                     .quantize = quantize,
+                                     .dequantize = dequantize,
                                      .fill_uniform = fill_uniform,
                                      .advance = advance,
                                      .linear_workspace_bytes = 0,
                                      .linear_kernel = linear_kernel,
+                                     .linear_dequantizes = linear_dequantizes,
                                      .why_no_linear = why_no_linear};
 
 }  // namespace

@@ -61,7 +61,7 @@ Status launch_fill_uniform(void* data, DType dtype, std::int64_t count, std::uin
 Status launch_advance(std::int32_t* counts, std::int64_t size, std::int32_t by, void* stream);
 
 /// y = x weightᵀ + bias of few rows x [m, k]: weight [n, k] read once.
-inline constexpr std::int64_t kMostVectorRows = 4;
+inline constexpr std::int64_t kMostVectorRows = 2;
 struct VectorRowsParams {
   const void* x = nullptr;       // rows x_stride elements apart
   const void* weight = nullptr;  // contiguous
@@ -72,6 +72,7 @@ struct VectorRowsParams {
   int m = 0, k = 0;
   DType dtype = DType::bf16;  // bf16 or f16
   bool y_is_f32 = false;
+  bool weight_is_settled = false;  // it may be read before what came earlier on the stream is done
 };
 Status launch_vector_rows(const VectorRowsParams& params, void* stream);
 

@@ -1,5 +1,5 @@
-// The operations of layers.h on CUDA: the host side of inst/layers.cu and inst/vector_rows.cu, and
-// products by cuBLASLt.
+// The operations of layers.h on CUDA: the host side of inst/layers.cu, inst/vector_rows.cu and
+// inst/packed_*.cu, and products by cuBLASLt.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "hw/cuda/blas.h"
 #include "hw/cuda/launch.h"
 #include "kernels/cuda/layers.h"
+#include "kernels/cuda/packed_rows.h"
 
 namespace rafter {
 namespace {
@@ -110,7 +111,16 @@ bool takes_vector_rows(std::int64_t rows, DType dtype) {
   return rows <= cuda::kMostVectorRows && dtype != DType::f32;
 }
 
-const char* linear_kernel(std::int64_t rows, DType dtype) {
+base::PackedShape shape_of(const PackedWeight& w) { return {w.dtype, w.n, w.k, w.group_size}; }
+
+bool linear_dequantizes(std::int64_t rows, DType dtype, const PackedWeight& packed) {
+  return dtype == DType::f32 || !cuda::packed_rows_takes(rows, shape_of(packed));
+}
+
+const char* linear_kernel(std::int64_t rows, DType dtype, const PackedWeight& packed) {
+  if (packed.k > 0) {
+    return linear_dequantizes(rows, dtype, packed) ? "dequantize+cublaslt" : "packed_rows";
+  }
   return takes_vector_rows(rows, dtype) ? "vector_rows" : "cublaslt";
 }
 
@@ -130,13 +140,71 @@ Status check_addresses(const LinearCall& call) {
   return Status::ok();
 }
 
+/// The packed weight and a matrix, as the kernels that go between them take them.
+cuda::PackParams pack_params(const TensorView& view, const PackedWeight& packed) {
+  return {.matrix = cuda::rows_of(view), .packed = packed.data, .shape = shape_of(packed)};
+}
+Status quantize(const PackCall& call) {
+  return on_device(call.place, call.packed.n, [&](void* stream) {
+    return cuda::launch_quantize(pack_params(call.view, call.packed), stream);
+  });
+}
+Status dequantize(const PackCall& call) {
+  return on_device(call.place, call.packed.n, [&](void* stream) {
+    return cuda::launch_dequantize(pack_params(call.view, call.packed), stream);
+  });
+}
+
+Status multiply(const LinearCall& call, const void* weight, std::int64_t n, void* stream) {
+  const TensorView& x = call.in.x;
+  return cuda::matmul({.dtype = x.dtype,
+                       .c_is_f32 = call.out.dtype == DType::f32,
+                       .b_transposed = true,
+                       .bias = call.in.bias.data,
+                       .split = x.seqlen <= kFewRows,
+                       .m = x.seqlen,
+                       .n = n,
+                       .k = x.head_dim,
+                       .lda = x.stride_seqlen,
+                       .ldb = x.head_dim,
+                       .ldc = call.out.stride_seqlen},
+                      x.data, weight, call.out.data, call.workspace.data, stream);
+}
+
+Status linear_packed(const LinearCall& call, void* stream) {
+  const TensorView& x = call.in.x;
+  const PackedWeight& packed = call.in.packed;
+  if (linear_dequantizes(x.seqlen, x.dtype, packed)) {  // behind what cuBLASLt may use
+    auto* const whole = static_cast<std::byte*>(call.workspace.data) + cuda::kMatmulWorkspaceBytes;
+    const TensorView weight = matrix(whole, x.dtype, packed.n, packed.k);
+    Status done = cuda::launch_dequantize(pack_params(weight, packed), stream);
+    return done ? multiply(call, whole, packed.n, stream) : done;
+  }
+  return cuda::launch_packed_rows({.x = x.data,
+                                   .weight = packed.data,
+                                   .bias = call.in.bias.data,
+                                   .y = call.out.data,
+                                   .x_stride = x.stride_seqlen,
+                                   .y_stride = call.out.stride_seqlen,
+                                   .shape = shape_of(packed),
+                                   .m = static_cast<int>(x.seqlen),
+                                   .dtype = x.dtype,
+                                   .y_is_f32 = call.out.dtype == DType::f32,
+                                   .weight_is_settled = call.in.weight_is_settled},
+                                  stream);
+}
+
 Status linear(const LinearCall& call) {
   const TensorView& x = call.in.x;
-  const std::int64_t n = call.in.weight.seqlen;
   if (Status s = check_addresses(call); !s) {
     return s;
   }
+  const bool packed = call.in.packed.data != nullptr;
+  const std::int64_t n = packed ? call.in.packed.n : call.in.weight.seqlen;
   return on_device(call.place, std::min(x.seqlen, n), [&](void* stream) {
+    if (packed) {
+      return linear_packed(call, stream);
+    }
     if (takes_vector_rows(x.seqlen, x.dtype)) {
       return cuda::launch_vector_rows({.x = x.data,
                                        .weight = call.in.weight.data,
@@ -148,21 +216,11 @@ Status linear(const LinearCall& call) {
                                        .m = static_cast<int>(x.seqlen),
                                        .k = static_cast<int>(x.head_dim),
                                        .dtype = x.dtype,
-                                       .y_is_f32 = call.out.dtype == DType::f32},
+                                       .y_is_f32 = call.out.dtype == DType::f32,
+                                       .weight_is_settled = call.in.weight_is_settled},
                                       stream);
     }
-    return cuda::matmul({.dtype = x.dtype,
-                         .c_is_f32 = call.out.dtype == DType::f32,
-                         .b_transposed = true,
-                         .bias = call.in.bias.data,
-                         .split = x.seqlen <= kFewRows,
-                         .m = x.seqlen,
-                         .n = n,
-                         .k = x.head_dim,
-                         .lda = x.stride_seqlen,
-                         .ldb = x.head_dim,
-                         .ldc = call.out.stride_seqlen},
-                        x.data, call.in.weight.data, call.out.data, call.workspace.data, stream);
+    return multiply(call, call.in.weight.data, n, stream);
   });
 }
 
@@ -186,10 +244,13 @@ constexpr LayerOperations kLayers = {.rmsnorm = rmsnorm,
                                      .rope = rope,
                                      .gather = gather,
                                      .linear = linear,
+                                     .quantize = quantize,
+                                     .dequantize = dequantize,
                                      .fill_uniform = fill_uniform,
                                      .advance = advance,
                                      .linear_workspace_bytes = cuda::kMatmulWorkspaceBytes,
                                      .linear_kernel = linear_kernel,
+                                     .linear_dequantizes = linear_dequantizes,
                                      .why_no_linear = why_no_linear};
 
 }  // namespace

@@ -6,7 +6,8 @@
 // loaded before any is stored: q may be turned in place.
 #include <cuda_runtime_api.h>
 
-#include "hw/cuda/launch.h"
+#include "hw/cuda/early.cuh"
+#include "hw/cuda/early.h"
 #include "kernels/cuda/append.h"
 #include "kernels/cuda/rows.cuh"
 #include "tiles/append_rows.h"
@@ -166,6 +167,8 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
                                             : kWide ? 3
                                                     : 4)
     append_kernel(const __grid_constant__ AppendParams p) {
+  let_next_grid_begin();
+  wait_for_earlier_grids();
   const int lanes = 1 << p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const int first = lane * kRowWidth;
@@ -274,7 +277,7 @@ template <bool kWide, bool kPlain>
 Status launch_rows(AppendParams params, void* stream) {
   const std::int64_t items_per_block = kThreads >> params.lane_bits;
   void* arguments[] = {&params};
-  return launch(
+  return launch_early(
       reinterpret_cast<const void*>(&append_kernel<kWide, kPlain>),
       {.blocks = static_cast<unsigned>((params.items + items_per_block - 1) / items_per_block),
        .threads = kThreads,

@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <string>
 
-#include "hw/cuda/launch.h"
+#include "hw/cuda/early.cuh"
+#include "hw/cuda/early.h"
 #include "kernels/cuda/layers.h"
 #include "kernels/cuda/rows.cuh"
 #include "rafter/layers.h"
@@ -14,6 +15,13 @@ namespace rafter::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+
+/// First in every kernel: the next one may be launched, and this one begins when what came before
+/// is done.
+__device__ void take_turn() {
+  let_next_grid_begin();
+  wait_for_earlier_grids();
+}
 
 struct Place {
   std::int64_t batch;
@@ -83,6 +91,7 @@ __device__ void give_back(const RmsNormParams& p, const Place& at, int first, in
 /// One CTA a row; each thread holds kVectors times eight elements.
 template <bool kWide, int kVectors>
 __global__ void __launch_bounds__(512) rmsnorm_block(const __grid_constant__ RmsNormParams p) {
+  take_turn();
   __shared__ float of_warp[16];
   const Place at = place_of(p.count, blockIdx.x);
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -125,6 +134,7 @@ __global__ void __launch_bounds__(512) rmsnorm_block(const __grid_constant__ Rms
 template <bool kWide>
 __global__ void __launch_bounds__(kThreads)
     rmsnorm_lanes(const __grid_constant__ RmsNormParams p, int lane_bits) {
+  take_turn();
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const std::int64_t row = thread >> lane_bits;
   const int lanes = 1 << lane_bits;
@@ -167,6 +177,7 @@ __device__ float apply(float a, float b) {
 template <bool kWide, Pointwise kFunction>
 __global__ void __launch_bounds__(kThreads)
     pointwise_kernel(const __grid_constant__ PointwiseParams p) {
+  take_turn();
   const std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (item >= p.items) {
     return;
@@ -197,6 +208,7 @@ __global__ void __launch_bounds__(kThreads)
 /// are multiples of eight (kVectors), else one, or one element behind rotary_dim.
 template <bool kWide, bool kVectors>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeParams p) {
+  take_turn();
   const std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (item >= p.items) {
     return;
@@ -245,6 +257,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
 
 template <bool kWide>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams p) {
+  take_turn();
   const std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const std::int64_t i = item / p.row_chunks;
   if (i >= p.count) {
@@ -267,6 +280,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(Rows out, std::int64_t count, std::uint64_t seed, float bound) {
+  take_turn();
   const std::int64_t first = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) * kRowWidth;
   if (first >= count) {
     return;
@@ -282,6 +296,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     advance_kernel(std::int32_t* counts, std::int64_t size, std::int32_t by) {
+  take_turn();
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i < size) {
     counts[i] += by;
@@ -294,9 +309,9 @@ Status launch_items(const void* kernel, std::int64_t items, void** arguments, vo
   if (blocks >= (std::int64_t{1} << 31)) {
     return Status::unsupported("rows", std::to_string(items) + " pieces", "fewer than 2^39");
   }
-  return launch(kernel,
-                {.blocks = static_cast<unsigned>(blocks), .threads = kThreads, .stream = stream},
-                arguments);
+  return launch_early(
+      kernel, {.blocks = static_cast<unsigned>(blocks), .threads = kThreads, .stream = stream},
+      arguments);
 }
 
 int chunks_of(int size) { return (size + kRowWidth - 1) / kRowWidth; }
@@ -317,11 +332,11 @@ Status launch_norm(RmsNormParams params, void* stream) {
                              : vectors == 2
                                  ? reinterpret_cast<const void*>(&rmsnorm_block<kWide, 2>)
                                  : reinterpret_cast<const void*>(&rmsnorm_block<kWide, 4>);
-  return launch(kernel,
-                {.blocks = static_cast<unsigned>(params.count.rows),
-                 .threads = static_cast<unsigned>(threads),
-                 .stream = stream},
-                block_arguments);
+  return launch_early(kernel,
+                      {.blocks = static_cast<unsigned>(params.count.rows),
+                       .threads = static_cast<unsigned>(threads),
+                       .stream = stream},
+                      block_arguments);
 }
 
 template <bool kWide>

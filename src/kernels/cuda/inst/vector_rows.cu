@@ -1,12 +1,14 @@
-// y = x weightᵀ + bias for up to four rows x: what a decode step multiplies with.
+// y = x weightᵀ + bias for one or two rows x: what a decode step multiplies with.
 // x [m, k], weight [n, k], y [m, n] in bf16 or f16 (y also in f32), sums in f32.
 // The wall is bandwidth: 2 m FLOP for each weight of two bytes. One CTA owns four rows of the
 // weight and all of k: a thread takes eight elements of each row every 2048, two such steps at a
-// time, so that eight loads of 16 bytes are in flight; x comes from the L2. Sums of lanes and warps
-// are added in a fixed order: the bits are the same with every run.
+// time, so that eight loads of 16 bytes are in flight; x comes from the L2. Where the weight is
+// settled the first of them do not wait for the kernel before. Sums of lanes and warps are added in
+// a fixed order: the bits are the same with every run.
 #include <cstdint>
 
-#include "hw/cuda/launch.h"
+#include "hw/cuda/early.cuh"
+#include "hw/cuda/early.h"
 #include "kernels/cuda/layers.h"
 #include "kernels/cuda/rows.cuh"
 
@@ -40,6 +42,11 @@ __global__ void __launch_bounds__(kThreads)
     weight[r] = static_cast<const std::uint16_t*>(p.weight) + row * p.k;
   }
   float sum[kRows][kWeightRows] = {};
+  let_next_grid_begin();
+  if (!p.weight_is_settled) {
+    wait_for_earlier_grids();
+  }
+  bool waited = false;
   for (int first = thread * kRowWidth; first < p.k; first += kSteps * kThreads * kRowWidth) {
     Raw<false> w[kSteps][kWeightRows];
 #pragma unroll
@@ -51,6 +58,10 @@ __global__ void __launch_bounds__(kThreads)
           w[s][r].words[0] = load_once(weight[r] + at);
         }
       }
+    }
+    if (!waited) {  // a thread that has nothing to load waits below
+      wait_for_earlier_grids();
+      waited = true;
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -93,6 +104,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
+  wait_for_earlier_grids();
   const int m = thread / kWeightRows;
   const std::int64_t row = n0 + thread % kWeightRows;
   if (thread >= kRows * kWeightRows || m >= p.m || row >= p.n) {
@@ -118,16 +130,15 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_vector_rows(const VectorRowsParams& params, void* stream) {
-  static_assert(kMostVectorRows == 4);
+  static_assert(kMostVectorRows == 2);
   VectorRowsParams given = params;
   void* arguments[] = {&given};
-  const void* const kernel = params.m == 1   ? reinterpret_cast<const void*>(&vector_rows<1>)
-                             : params.m == 2 ? reinterpret_cast<const void*>(&vector_rows<2>)
-                                             : reinterpret_cast<const void*>(&vector_rows<4>);
+  const void* const kernel = params.m == 1 ? reinterpret_cast<const void*>(&vector_rows<1>)
+                                           : reinterpret_cast<const void*>(&vector_rows<2>);
   const std::int64_t blocks = (params.n + kWeightRows - 1) / kWeightRows;
-  return launch(kernel,
-                {.blocks = static_cast<unsigned>(blocks), .threads = kThreads, .stream = stream},
-                arguments);
+  return launch_early(
+      kernel, {.blocks = static_cast<unsigned>(blocks), .threads = kThreads, .stream = stream},
+      arguments);
 }
 
 }  // namespace rafter::cuda
