@@ -39,11 +39,10 @@ constexpr forward_bf16::Functions kAmx = forward_bf16::kFunctions<Amx, kSchedule
 constexpr forward_bf16::Functions kBoth = kAmx<{}>;
 constexpr forward_bf16::Functions kApart = kAmx<{.interleave = false}>;
 constexpr forward_bf16::Functions kNoPrefetch = kAmx<{.prefetch = false}>;
-template <forward_bf16::Schedule kSchedule>
+template <backward_bf16::Schedule kSchedule>
 constexpr backward_bf16::Functions kBackward = backward_bf16::kFunctions<Amx, kSchedule>;
 constexpr backward_bf16::Functions kBackwardBoth = kBackward<{}>;
 constexpr backward_bf16::Functions kBackwardApart = kBackward<{.interleave = false}>;
-constexpr backward_bf16::Functions kBackwardNoPrefetch = kBackward<{.prefetch = false}>;
 }  // namespace
 }  // namespace rafter::forward_amx
 #pragma GCC pop_options
@@ -128,9 +127,8 @@ std::vector<Variant> backward_variants() {
   return {
       of_backward("as shipped", kBackwardBoth, {}),
       of_backward("exponentials before products", kBackwardApart, {}),
-      of_backward("no prefetch", kBackwardNoPrefetch, {}),
+      of_backward("128 keys", kBackwardBoth, {.keys = 128}),
       of_backward("128 rows", kBackwardBoth, {.tile_q = 128}),
-      of_backward("256 rows", kBackwardBoth, {.tile_q = 256}),
       of_backward("512 rows", kBackwardBoth, {.tile_q = 512}),
       of_backward("128 keys, 512 rows", kBackwardBoth, {.keys = 128, .tile_q = 512}),
       of_backward("512 keys, 128 rows", kBackwardBoth, {.keys = 512, .tile_q = 128}),

@@ -19,7 +19,11 @@ using forward_bf16::kPanel;
 using forward_bf16::kTileElements;
 using forward_bf16::kTileSums;
 using forward_bf16::Product;
-using forward_bf16::Schedule;
+
+/// What a measurement may switch; no bit of a result depends on it.
+struct Schedule {
+  bool interleave = true;  // exponentials between the products, or before them
+};
 
 /// A tile of query rows of one head, packed before the tasks, and its dQ (tiles/backward_bf16.h):
 ///   q, d_o            [panel][channel / 32][16 pairs of channels][16 rows][2]

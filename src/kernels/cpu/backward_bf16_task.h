@@ -96,7 +96,6 @@ class KeyBlock {
   struct Tile {
     Record record;
     std::int64_t first = 0, rows = 0, pairs = 0;
-    const std::byte* next = nullptr;  // the record that comes after it, or null
   };
 
   /// Which blocks of keys each pair of panels sees, and the other way round.
@@ -142,10 +141,7 @@ class KeyBlock {
       return;
     }
     const std::int64_t place = run_.place_of(s_, sequence_, head, number);
-    Tile tile = {run_.record(place), first, rows, base::div_up(rows, kBlock)};
-    if (first + rows < s_.seqlen_q) {
-      tile.next = reinterpret_cast<const std::byte*>(run_.record(place + run_.problem().heads_q).q);
-    }
+    const Tile tile = {run_.record(place), first, rows, base::div_up(rows, kBlock)};
     find_ranges(tile);
     make_scores(tile);
     add_over_rows(tile, layout_.p, tile.record.d_o_rows, tile.record.d_o_finite, layout_.columns,
@@ -209,9 +205,6 @@ class KeyBlock {
       }
     };
     if (next != nullptr) {
-      if (kSchedule.prefetch) {
-        prefetch(tile, *next);
-      }
       const Scores to = scores_of(side_);
       multiply(at<std::uint16_t>(layout_.k), tile.record.q, layout_.depth, *next, to.s, slice);
       multiply(at<std::uint16_t>(layout_.v), tile.record.d_o, layout_.columns, *next, to.dp, slice);
@@ -268,20 +261,6 @@ class KeyBlock {
     M::template product<false>({keys + next.block * kBlock * padded, panel, panel + kPanel * padded,
                                 padded / tiles::kBf16Depth, to, to + kBlock * kPanel},
                                slice);
-  }
-
-  /// This step's part of the next record to the L2.
-  void prefetch(const Tile& tile, const Place& next) const {
-    if (tile.next == nullptr) {
-      return;
-    }
-    constexpr int kRead = 0, kKeepInL2 = 2;
-    const std::int64_t lines = layout_.record_bytes / 64;
-    const std::int64_t parts = tile.pairs * layout_.blocks;
-    const std::int64_t part = next.pair * layout_.blocks + next.block;
-    for (std::int64_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i) {
-      __builtin_prefetch(tile.next + i * 64, kRead, kKeepInL2);
-    }
   }
 
   // --------------------------------------------------------------------------------- dK, dV and dQ
