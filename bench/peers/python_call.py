@@ -6,7 +6,8 @@ usage: PYTHONPATH=build/python bench/peers/python_call.py LIBRARY [--out FILE] [
 LIBRARY is librafter_peer.so of a build with CUDA. 200 calls in a row are queued (fewer than a
 stream holds before it blocks) and timed by the host's clock; candidates take turns, the median of
 60 turns counts. One line per candidate is appended to FILE. Needs PyTorch and a GPU of compute
-capability 9.0.
+capability 9.0. Three cases of 8 heads of 128 queries: without a mask, causal, and causal with more
+query tiles than the GPU has SMs, which then draws them from a counter: a workspace.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import rafter.torch
 import torch
 
 CALLS, TURNS = 200, 60
+CASES = ((1, 0), (1, 1), (17, 1))  # batch, causal
 
 
 class Case(ctypes.Structure):
@@ -60,17 +62,20 @@ def python_call(call):
     return timed
 
 
-def candidates(library, causal):
+def candidates(library, batch, causal):
+    """The calls by name, and the workspace of each in bytes."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 128, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    q, k, v = (
+        torch.randn(batch, 128, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3)
+    )
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     out = torch.empty_like(q)
     plan = rafter.plan(
-        seqlen_q=128, heads_q=8, dtype="bf16", causal=bool(causal), device="cuda"
+        batch=batch, seqlen_q=128, heads_q=8, dtype="bf16", causal=bool(causal), device="cuda"
     )
     masked = dict(causal=bool(causal))
     torch_sdpa = torch.nn.functional.scaled_dot_product_attention
-    return {
+    calls = {
         "C++ Plan::forward": cpp_call(library, q, k, v, causal),
         "rafter.Plan.forward, out": python_call(lambda: plan.forward(q, k, v, out=out)),
         "rafter.attention, out": python_call(lambda: rafter.attention(q, k, v, out=out, **masked)),
@@ -92,6 +97,7 @@ def candidates(library, causal):
         "torch sdpa": python_call(lambda: torch_sdpa(*heads_first, is_causal=bool(causal))),
         "torch.empty_like": python_call(lambda: torch.empty_like(q)),
     }
+    return calls, plan.workspace_bytes
 
 
 def main():
@@ -101,8 +107,8 @@ def main():
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
     records = []
-    for causal in (0, 1):
-        timed = candidates(arguments.library, causal)
+    for batch, causal in CASES:
+        timed, workspace = candidates(arguments.library, batch, causal)
         samples = {name: [] for name in timed}
         with torch.no_grad():
             for turn in range(-3, TURNS):  # the first three warm up
@@ -121,11 +127,14 @@ def main():
             records.append({
                 "date": datetime.date.today().isoformat(), "commit": arguments.commit,
                 "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                "causal": causal, "call": name, "median_s": median,
+                "batch": batch, "causal": causal, "workspace_bytes": workspace, "call": name, "median_s": median,
                 "p10_s": values[len(values) // 10], "p90_s": values[-1 - len(values) // 10],
                 "above_cpp_s": median - base,
             })  # fmt: skip
-            print(f"causal {causal}  {name:30} {median * 1e6:7.2f} us, {1e6 * (median - base):+7.2f}")
+            print(
+                f"batch {batch}, causal {causal}, workspace {workspace} B  {name:30} "
+                f"{median * 1e6:7.2f} us, {1e6 * (median - base):+7.2f}"
+            )
     if arguments.out:
         with open(arguments.out, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

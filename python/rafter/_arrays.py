@@ -100,19 +100,22 @@ def empty_bytes(like: Any, size: int) -> Any:
 
 
 def quick_torch(array: Any) -> Optional[tuple]:
-    """What torch_memory.cpp makes tensors with: the functions that code from torch.compile calls for
-    it. None for arrays of other libraries and where this PyTorch has no such functions; `empty`
-    and `empty_bytes` serve then."""
+    """What torch_memory.cpp makes tensors with, the functions that code from torch.compile calls for
+    it, and workspaces, those behind torch.cuda.caching_allocator_alloc. None for arrays of other
+    libraries and where this PyTorch has no such functions; `empty` and `empty_bytes` serve then."""
     if library_of(array) != "torch":
         return None
     torch = sys.modules["torch"]
-    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # as TorchDtype has them
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)  # as TorchDtype has them
     try:
+        from torch._C import _cuda_cudaCachingAllocator_raw_alloc as take
+        from torch._C import _cuda_cudaCachingAllocator_raw_delete as give_back
         from torch._C import _cuda_getDevice
         from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
     except ImportError:
         return None
-    return torch.Tensor, dtypes, _empty_strided_cpu, _empty_strided_cuda, _cuda_getDevice
+    make = (_empty_strided_cpu, _empty_strided_cuda)
+    return torch.Tensor, dtypes, *make, _cuda_getDevice, take, give_back
 
 
 def adopted(array: Any, like: Any) -> Any:

@@ -98,6 +98,19 @@ std::optional<nb::dlpack::dtype> dtype_named(nb::handle name) {
   return std::nullopt;
 }
 
+bool requires_grad(nb::handle object) {
+  static const nb::handle kName = PyUnicode_InternFromString("requires_grad");
+  return nb::getattr(object, kName, nb::none()).is(nb::handle(Py_True));
+}
+
+nb::handle without_gradient(const std::string& name, nb::handle object) {
+  if (requires_grad(object)) {
+    raise_invalid(name, "a tensor that requires grad",
+                  "tensors without gradient (detach() them; rafter.torch has gradients)");
+  }
+  return object;
+}
+
 /// The interface of an object's type; that of the call's first array is looked up once, and that of
 /// the last type which had one is remembered.
 const ExchangeApi* api_of(nb::handle object, const Place& place) {
@@ -133,7 +146,7 @@ nb::object tuple_of(std::span<const std::int64_t> values) {
   return tuple;
 }
 
-void Array::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
+void ArrayView::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
   device = device_of(name, tensor.device);
   data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   dtype = tensor.dtype;
@@ -157,6 +170,10 @@ void Array::take(const std::string& name, const nb::dlpack::dltensor& tensor) {
 }
 
 void Array::read(const std::string& name, nb::handle object, const Place& place, Access access) {
+  if (access == Access::read && object.is(place.array) && place.first.dtype.bits != 0) {
+    static_cast<ArrayView&>(*this) = place.first;
+    return;
+  }
   const ExchangeApi* api = api_of(object, place);
   if (api == nullptr) {
     import(name, object, place, access);
@@ -227,12 +244,35 @@ Array::Array(const std::string& name, nb::handle object, const Place& place, Acc
   }
 }
 
-std::int64_t Array::size() const {
+std::int64_t ArrayView::size() const {
   std::int64_t size = 1;
   for (int i = 0; i < rank; ++i) {
     size *= shape[static_cast<std::size_t>(i)];
   }
   return size;
+}
+
+void Place::set_current_stream() {
+  if (api->current_stream(nb::device::cuda::value, device.index, &stream.handle) != 0) {
+    throw nb::python_error();
+  }
+}
+
+bool lend(nb::handle array, const Place& place, bool may_require_grad, ArrayView& out) {
+  if (!array.type().is(place.api_type) || place.api->borrowed_of == nullptr ||
+      (!may_require_grad && requires_grad(array))) {
+    return false;
+  }
+  nb::dlpack::dltensor tensor;
+  if (place.api->borrowed_of(array.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (!is_cuda(tensor.device.device_type) || tensor.ndim > 4) {
+    return false;
+  }
+  out.take({}, tensor);
+  return true;
 }
 
 Place place_of(const std::string& name, nb::handle array, nb::handle stream) {
@@ -247,10 +287,11 @@ Place place_of(const std::string& name, nb::handle array, nb::handle stream) {
   if (place.api != nullptr) {
     first.read(name, array, place, Array::Access::read);
     place.device = first.device;
-    if (place.is_cuda() && stream.is_none() &&
-        place.api->current_stream(nb::device::cuda::value, place.device.index,
-                                  &place.stream.handle) != 0) {
-      throw nb::python_error();
+    if (place.api->borrowed_of != nullptr) {
+      place.first = first;
+    }
+    if (place.is_cuda() && stream.is_none()) {
+      place.set_current_stream();
     }
     return place;
   }
@@ -269,16 +310,8 @@ Place place_of(const std::string& name, nb::handle array, nb::handle stream) {
 
 Tensor::Tensor(std::string name_, nb::handle object, const Place& place, Array::Access access,
                bool grad)
-    : name(std::move(name_)) {
-  if (!grad) {
-    static const nb::handle kName = PyUnicode_InternFromString("requires_grad");
-    const nb::object requires_grad = nb::getattr(object, kName, nb::none());
-    if (requires_grad.ptr() == Py_True) {
-      raise_invalid(name, "a tensor that requires grad",
-                    "tensors without gradient (detach() them; rafter.torch has gradients)");
-    }
-  }
-  array = Array(name, object, place, access);
+    : name(std::move(name_)),
+      array(name, grad ? object : without_gradient(name, object), place, access) {
   const std::optional<DType> known = dtype_of(array.dtype);
   if (!known) {
     raise_invalid(name + ".dtype", dtype_text(array.dtype), "float32, float16, bfloat16");

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -15,15 +16,33 @@
 
 namespace rafter::python {
 
+/// What an array is, without what keeps it.
+struct ArrayView {
+  void* data = nullptr;
+  nb::dlpack::dtype dtype{};
+  Device device;
+  int rank = 0;
+  std::array<std::int64_t, 4> shape{}, stride{};  // the first `rank` of them; strides in elements
+
+  std::int64_t size() const;
+  /// Takes what DLPack says. A ValueError names the array where it has more than 4 dims or lies
+  /// neither in host memory nor on a CUDA device.
+  void take(const std::string& name, const nb::dlpack::dltensor& tensor);
+};
+
 /// Where a call runs: where its first array lies, on the current stream of that array's library.
 struct Place {
   nb::handle array;  // borrowed: the caller's argument
+  ArrayView first;   // what it is, where its library lends that; else without data and dtype
   const ExchangeApi* api = nullptr;
   nb::handle api_type;  // the type that `api` is of
   Device device;
   Stream stream;
+  mutable std::optional<bool> is_current;  // the device is its library's current one; asked once
 
   bool is_cuda() const { return device.kind == Device::Kind::cuda; }
+  /// That of the library, which must have an `api`, on the device.
+  void set_current_stream();
 };
 
 /// "cpu", "cuda:1".
@@ -31,7 +50,7 @@ std::string text(const Device& device);
 nb::object tuple_of(std::span<const std::int64_t> values);
 
 /// Memory, sizes and what keeps them.
-class Array {
+class Array : public ArrayView {
  public:
   enum class Access : std::uint8_t { read, write };
 
@@ -40,17 +59,8 @@ class Array {
   /// elsewhere than the place, or is read-only and must be written.
   Array(const std::string& name, nb::handle object, const Place& place, Access access);
 
-  void* data = nullptr;
-  nb::dlpack::dtype dtype{};
-  Device device;
-  int rank = 0;
-  std::array<std::int64_t, 4> shape{}, stride{};  // the first `rank` of them; strides in elements
-
-  std::int64_t size() const;
-
  private:
   friend Place place_of(const std::string& name, nb::handle array, nb::handle stream);
-  void take(const std::string& name, const nb::dlpack::dltensor& tensor);
   void read(const std::string& name, nb::handle object, const Place& place, Access access);
   void import(const std::string& name, nb::handle object, const Place& place, Access access);
 
@@ -64,6 +74,11 @@ class Array {
 /// `stream` is the handle of a CUDA stream that the caller named, or None for the current one of
 /// the array's library (the legacy default stream where it tells none).
 Place place_of(const std::string& name, nb::handle array, nb::handle stream);
+
+/// What an array of the place's type on a CUDA device is, without keeping it: valid while the array
+/// lives. False where it is no such array, its library does not lend it, or it requires grad and
+/// may not.
+bool lend(nb::handle array, const Place& place, bool may_require_grad, ArrayView& out);
 
 /// A tensor argument, which knows its name for errors.
 struct Tensor {

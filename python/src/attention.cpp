@@ -10,6 +10,7 @@
 #include "calls.h"
 #include "errors.h"
 #include "inputs.h"
+#include "known_calls.h"
 #include "module.h"
 #include "plan_cache.h"
 
@@ -121,7 +122,8 @@ void bind_plan(nb::module_& m) {
           "forward",
           [](const DevicePlan& plan, const nb::tuple& arrays, bool return_lse, nb::handle out,
              nb::handle stream) {
-            return forward(plan, Inputs(arrays, stream, false, false), out, return_lse);
+            const Inputs in(arrays, stream, false, false);
+            return forward(plan, in.forward_arguments(), out, return_lse);
           },
           nb::arg("arrays"), nb::arg("return_lse"), nb::arg("out").none(), nb::arg("stream").none())
       .def(
@@ -142,10 +144,21 @@ void bind_attention(nb::module_& m) {
       [](const nb::tuple& arrays, const nb::tuple& options, nb::handle max_seqlen_q,
          nb::handle max_seqlen_kv, bool return_lse, nb::handle out, bool decode, bool grad,
          nb::handle stream, int heads_first) {
+        const CallKey key{arrays, options, max_seqlen_q, max_seqlen_kv, decode, grad, heads_first};
+        if (stream.is_none()) {
+          if (const std::optional<KnownCall> known = known_call(key)) {
+            return forward(known->plan, known->arguments, out, return_lse);
+          }
+        }
         const Inputs in(arrays, stream, decode, grad, static_cast<HeadsFirst>(heads_first), grad);
         const DevicePlan plan = plan_of(in, Options(options),
                                         max_lengths_of(max_seqlen_q, max_seqlen_kv), Pass::forward);
-        return forward(plan, in, out, return_lse);
+        const ForwardArguments arguments = in.forward_arguments();
+        nb::object result = forward(plan, arguments, out, return_lse);
+        if (stream.is_none()) {
+          remember_call(key, in, plan, arguments);
+        }
+        return result;
       },
       nb::arg("arrays"), nb::arg("options"), nb::arg("max_seqlen_q").none(),
       nb::arg("max_seqlen_kv").none(), nb::arg("return_lse"), nb::arg("out").none(),

@@ -87,22 +87,23 @@ DevicePlan plan_of(const Inputs& in, const Options& options, const MaxLengths& l
   return {*std::move(made), in.place.device};
 }
 
-nb::object forward(const DevicePlan& planned, const Inputs& in, nb::handle out, bool return_lse) {
-  check_device(planned, in.place);
-  const ResultArray o("out", out, in.place, in.o_shape().span(), in.q.dtype,
-                      ResultArray::Fill::none, in.heads_first == HeadsFirst::inputs_and_o);
+nb::object forward(const DevicePlan& planned, const ForwardArguments& given, nb::handle out,
+                   bool return_lse) {
+  const Place& place = given.place;
+  check_device(planned, place);
+  const ResultArray o("out", out, place, given.o_shape.span(), given.dtype, ResultArray::Fill::none,
+                      given.o_heads_first);
   std::optional<ResultArray> lse;
-  ForwardOutputs outputs{.o = o.tensor().view(in.packed()), .bad_pages = in.bad_pages.view};
+  ForwardOutputs outputs{.o = o.tensor().view(given.packed), .bad_pages = given.bad_pages};
   if (return_lse) {
-    lse.emplace("lse", nb::none(), in.place, in.lse_shape().span(), DType::f32);
-    outputs.lse = lse->tensor().lse(in.packed());
+    lse.emplace("lse", nb::none(), place, given.lse_shape.span(), DType::f32);
+    outputs.lse = lse->tensor().lse(given.packed);
   }
-  const ForwardInputs views = in.views();
-  const Status done = run(in.place, planned.plan.workspace_bytes(), [&](Workspace workspace) {
-    return planned.plan.forward(views, outputs, workspace, in.place.stream);
+  const Status done = run(place, planned.plan.workspace_bytes(), [&](Workspace workspace) {
+    return planned.plan.forward(given.in, outputs, workspace, place.stream);
   });
-  in.raise_named(done ? done : with_names(done, {{"o", "out"}}));
-  return lse ? nb::make_tuple(o.finish(in.place), lse->finish(in.place)) : o.finish(in.place);
+  given.raise_named(done ? done : with_names(done, {{"o", "out"}}));
+  return lse ? nb::make_tuple(o.finish(place), lse->finish(place)) : o.finish(place);
 }
 
 nb::object backward(const DevicePlan& planned, const Inputs& in, const nb::tuple& state,

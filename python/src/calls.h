@@ -18,7 +18,8 @@ struct DevicePlan {
 DevicePlan plan_of(const Inputs& in, const Options& options, const MaxLengths& longest, Pass pass);
 
 /// o, or (o, lse).
-nb::object forward(const DevicePlan& planned, const Inputs& in, nb::handle out, bool return_lse);
+nb::object forward(const DevicePlan& planned, const ForwardArguments& given, nb::handle out,
+                   bool return_lse);
 
 /// (dq, dk, dv). `state` is (o, lse, d_o, dlse), `out` None or (dq, dk, dv).
 nb::object backward(const DevicePlan& planned, const Inputs& in, const nb::tuple& state,

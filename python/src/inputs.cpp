@@ -25,6 +25,11 @@ Tensor optional_tensor(const char* name, nb::handle object, const Place& place) 
   return object.is_none() ? Tensor() : Tensor(name, object, place);
 }
 
+void raise_by_caller(const Status& status, bool decode) {
+  raise(decode ? with_names(status, {{"k", "k_cache"}, {"v", "v_cache"}, {"seqused_kv", "seqused"}})
+               : status);
+}
+
 /// Capacity of packed sequences: what the caller says; else read where the offsets can be read, and
 /// the rows of all sequences where not.
 std::int64_t capacity(std::int64_t stated, const Indices& offsets, std::int64_t total,
@@ -140,10 +145,8 @@ void Inputs::copy_rows(const nb::tuple& arrays) {
   }
 }
 
-void Inputs::raise_named(const Status& status) const {
-  raise(decode ? with_names(status, {{"k", "k_cache"}, {"v", "v_cache"}, {"seqused_kv", "seqused"}})
-               : status);
-}
+void Inputs::raise_named(const Status& status) const { raise_by_caller(status, decode); }
+void ForwardArguments::raise_named(const Status& status) const { raise_by_caller(status, decode); }
 
 ForwardInputs Inputs::views() const {
   ForwardInputs in{.q = q.view(packed()),
@@ -226,6 +229,18 @@ AttentionProblem Inputs::problem(const MaxLengths& longest) const {
     }
   }
   return problem;
+}
+
+ForwardArguments Inputs::forward_arguments() const {
+  return {.place = place,
+          .in = views(),
+          .bad_pages = bad_pages.view,
+          .o_shape = o_shape(),
+          .lse_shape = lse_shape(),
+          .dtype = q.dtype,
+          .packed = packed(),
+          .decode = decode,
+          .o_heads_first = heads_first == HeadsFirst::inputs_and_o};
 }
 
 Inputs::Sizes Inputs::o_shape() const {

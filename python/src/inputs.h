@@ -38,6 +38,25 @@ struct MaxLengths {
 /// Which arrays are [batch, heads, seqlen, head_dim] in place of [batch, seqlen, heads, head_dim].
 enum class HeadsFirst : std::uint8_t { none, inputs, inputs_and_o };
 
+/// What a forward pass is asked for, as the library takes it; arrays are kept by whoever made this.
+struct ForwardArguments {
+  struct Sizes {
+    std::array<std::int64_t, 4> size;
+    std::size_t rank;
+    std::span<const std::int64_t> span() const { return {size.data(), rank}; }
+  };
+
+  Place place;
+  ForwardInputs in;
+  CountView bad_pages;
+  Sizes o_shape, lse_shape;
+  DType dtype;
+  bool packed, decode, o_heads_first;
+
+  /// Raises a failed status, in the caller's names.
+  void raise_named(const Status& status) const;
+};
+
 /// The arrays of one call, kept alive, as rafter/_attention.py passes them: (q, k, v, cu_seqlens_q,
 /// cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, tree_mask, bad_pages).
 struct Inputs {
@@ -61,16 +80,14 @@ struct Inputs {
   void raise_named(const Status& status) const;
   ForwardInputs views() const;
   AttentionProblem problem(const MaxLengths& longest) const;
-
-  struct Sizes {
-    std::array<std::int64_t, 4> size;
-    std::size_t rank;
-    std::span<const std::int64_t> span() const { return {size.data(), rank}; }
-  };
-  Sizes o_shape() const;
-  Sizes lse_shape() const;
+  ForwardArguments forward_arguments() const;
+  /// Tensors were copied, so that the views are not of the caller's memory.
+  bool copied() const { return copies[0] || copies[1] || copies[2]; }
 
  private:
+  using Sizes = ForwardArguments::Sizes;
+  Sizes o_shape() const;
+  Sizes lse_shape() const;
   void check_layout() const;
   void copy_rows(const nb::tuple& arrays);
 

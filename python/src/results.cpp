@@ -179,11 +179,12 @@ Scratch::Scratch(const Place& place, std::int64_t bytes) : workspace_{nullptr, b
     workspace_.data = host_.get();
     return;
   }
-  const std::int64_t shape[] = {bytes}, strides[] = {1};
-  array_ = torch_empty(place, shape, strides, TorchDtype::uint8);
-  if (array_.is_valid()) {
-    workspace_.data = Array("workspace", array_, place, Array::Access::read).data;
-  } else if (place.api != nullptr) {
+  torch_.emplace(place, bytes);
+  workspace_.data = torch_->data();
+  if (workspace_.data != nullptr) {
+    return;
+  }
+  if (place.api != nullptr) {
     managed_.reset(allocate_managed(place, bytes));
     workspace_.data = static_cast<char*>(managed_->tensor.data) + managed_->tensor.byte_offset;
   } else {

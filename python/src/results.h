@@ -9,6 +9,7 @@
 
 #include "arrays.h"
 #include "rafter/measure.h"
+#include "torch_memory.h"
 
 namespace rafter::python {
 
@@ -49,6 +50,7 @@ class Scratch {
     void operator()(void* memory) const;
   };
   Workspace workspace_;
+  std::optional<TorchBytes> torch_;
   std::unique_ptr<ManagedTensor, Delete> managed_;
   std::unique_ptr<void, Delete> host_;
   nb::object array_;

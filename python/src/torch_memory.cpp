@@ -1,13 +1,15 @@
 #include "torch_memory.h"
 
+#include <algorithm>
 #include <iterator>
+#include <vector>
 
 namespace rafter::python {
 namespace {
 
 /// Functions and objects of PyTorch, looked up once and owned.
 struct Torch {
-  nb::handle tensor, dtypes[4], on_cpu, on_cuda, current_device;
+  nb::handle tensor, dtypes[3], on_cpu, on_cuda, current_device, take, give_back;
 
   explicit Torch(const nb::object& found) {
     tensor = nb::object(found[0]).release();
@@ -17,10 +19,12 @@ struct Torch {
     on_cpu = nb::object(found[2]).release();
     on_cuda = nb::object(found[3]).release();
     current_device = nb::object(found[4]).release();
+    take = nb::object(found[5]).release();
+    give_back = nb::object(found[6]).release();
   }
 };
 
-/// Null for arrays that are no torch.Tensor itself, and where PyTorch's current device is another.
+/// Null where the place's array is no torch.Tensor itself.
 const Torch* torch_of(const Place& place) {
   static const Torch* torch = nullptr;  // not freed: the interpreter is gone by then
   if (place.api == nullptr) {
@@ -34,24 +38,81 @@ const Torch* torch_of(const Place& place) {
     }
     torch = new Torch(found);
   }
-  if (place.api_type.ptr() != torch->tensor.ptr()) {
-    return nullptr;
-  }
-  const bool here =
-      !place.is_cuda() || nb::cast<int>(torch->current_device()) == place.device.index;
-  return here ? torch : nullptr;
+  return place.api_type.ptr() == torch->tensor.ptr() ? torch : nullptr;
 }
+
+/// Whether the place's device is PyTorch's current one, where PyTorch allocates.
+bool is_current(const Torch& torch, const Place& place) {
+  if (!place.is_current) {
+    place.is_current = nb::cast<int>(torch.current_device()) == place.device.index;
+  }
+  return *place.is_current;
+}
+
+/// Sizes and strides as PyTorch takes them, kept from call to call: one model asks for the same.
+class Layout {
+ public:
+  void set(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides) {
+    if (!std::ranges::equal(shape, shape_) || !std::ranges::equal(strides, strides_)) {
+      shape_tuple_ = tuple_of(shape);
+      strides_tuple_ = tuple_of(strides);
+      shape_.assign(shape.begin(), shape.end());
+      strides_.assign(strides.begin(), strides.end());
+    }
+  }
+  nb::handle shape() const { return shape_tuple_; }
+  nb::handle strides() const { return strides_tuple_; }
+
+ private:
+  std::vector<std::int64_t> shape_, strides_;
+  nb::object shape_tuple_, strides_tuple_;
+};
 
 }  // namespace
 
 nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
                        std::span<const std::int64_t> strides, TorchDtype dtype) {
   const Torch* torch = torch_of(place);
-  if (torch == nullptr) {
+  if (torch == nullptr || !place.is_current.value_or(true)) {
     return {};
   }
-  return (place.is_cuda() ? torch->on_cuda : torch->on_cpu)(
-      tuple_of(shape), tuple_of(strides), torch->dtypes[static_cast<std::size_t>(dtype)]);
+  static Layout* const layouts = new Layout[std::size(torch->dtypes)];  // not freed, as above
+  const auto i = static_cast<std::size_t>(dtype);
+  layouts[i].set(shape, strides);
+  nb::object made = (place.is_cuda() ? torch->on_cuda : torch->on_cpu)(
+      layouts[i].shape(), layouts[i].strides(), torch->dtypes[i]);
+  if (place.is_cuda() && !place.is_current) {  // the tensor tells sooner than PyTorch does
+    ArrayView what;
+    place.is_current = lend(made, place, true, what) ? what.device.index == place.device.index
+                                                     : is_current(*torch, place);
+    if (!*place.is_current) {
+      return {};
+    }
+  }
+  return made;
+}
+
+TorchBytes::TorchBytes(const Place& place, std::int64_t bytes) {
+  const Torch* torch = place.is_cuda() ? torch_of(place) : nullptr;
+  if (torch != nullptr && is_current(*torch, place)) {
+    address_ = torch->take(bytes, reinterpret_cast<std::uintptr_t>(place.stream.handle));
+    give_back_ = torch->give_back;
+  }
+}
+
+TorchBytes::~TorchBytes() {
+  if (address_.is_valid()) {  // an exception may be under way: one of this is only reported
+    const nb::object done =
+        nb::steal(PyObject_CallFunctionObjArgs(give_back_.ptr(), address_.ptr(), nullptr));
+    if (!done.is_valid()) {
+      PyErr_WriteUnraisable(give_back_.ptr());
+    }
+  }
+}
+
+void* TorchBytes::data() const {
+  return address_.is_valid() ? reinterpret_cast<void*>(nb::cast<std::uintptr_t>(address_))
+                             : nullptr;
 }
 
 }  // namespace rafter::python

@@ -1,5 +1,6 @@
 """rafter.explain, devices, kernels and pictures agree with the tool and with each other."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -97,6 +98,23 @@ def test_a_picture_has_a_point_per_explanation():
     ]:
         with pytest.raises(ValueError, match=message):
             rafter.roofline.plot(**arguments)
+
+
+def test_the_stubs_name_all_that_the_compiled_half_has():
+    def public(names):
+        return {n for n in names if not n.startswith("_") or n == "__version__"}
+
+    core = rafter._core
+    tree = ast.parse((pathlib.Path(rafter.__file__).parent / "_core.pyi").read_text())
+    named = {None: set()}
+    for node in tree.body:
+        name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
+        named[None].add(name)
+        if isinstance(node, ast.ClassDef):
+            named[name] = {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+    assert public(vars(core)) <= named[None]
+    for name in ("Candidate", "Plan"):
+        assert public(vars(getattr(core, name))) <= named[name]
 
 
 def test_the_version_is_that_of_the_build():

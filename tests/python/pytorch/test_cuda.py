@@ -52,6 +52,46 @@ def test_results_are_right_and_of_the_callers_type(causal, dtype):
     assert torch.equal(out.to(dtype), o)
 
 
+def test_a_call_like_the_one_before_has_its_own_arrays_and_options():
+    """Calls are kept by what they ask for: each pair here differs in one thing alone."""
+    for _ in range(2):
+        for seed in (0, 1, 2):
+            q, k, v = qkv(seed=seed)
+            for causal in (False, True):
+                assert_exact(rafter.attention(q, k, v, causal=causal), exact(q, k, v, causal)[0])
+            half = rafter.attention(q * 2, k, v, softmax_scale=0.5 * 64**-0.5)
+            assert torch.equal(half, rafter.attention(q, k, v))
+            spread = torch.cat([k, k], -1)[..., :64]  # of another stride
+            assert torch.equal(rafter.attention(q, spread, v), rafter.attention(q, k, v))
+            short = rafter.attention(q, k[:, :150], v[:, :150])
+            assert_exact(short, exact(q, k[:, :150], v[:, :150])[0])
+            wide = rafter.attention(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))
+            assert_exact(wide, exact(q, k, v)[0])
+            heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+            first = rt.scaled_dot_product_attention(*heads_first, enable_gqa=True)
+            assert_exact(first.transpose(1, 2), exact(q, k, v)[0])
+            for used in (90, 200):
+                lengths = torch.tensor([used, 77], dtype=torch.int32, device="cuda")
+                o = rafter.decode(q[:, :1], k, v, lengths)
+                for b, n in enumerate((used, 77)):
+                    part = [x[b : b + 1] for x in (q[:, :1], k[:, :n], v[:, :n])]
+                    assert_exact(o[b : b + 1], exact(*part)[0])
+
+
+def test_a_call_like_the_one_before_refuses_what_that_would_have():
+    q, k, v = qkv()
+    for _ in range(2):
+        rafter.attention(q, k, v, causal=True)
+        with pytest.raises(ValueError, match="^causal: 1 given"):
+            rafter.attention(q, k, v, causal=1)
+        with pytest.raises(ValueError, match="^v: a tensor that requires grad"):
+            rafter.attention(q, k, v.clone().requires_grad_(), causal=True)
+        with pytest.raises(ValueError, match="^k: an array on cpu"):
+            rafter.attention(q, k.cpu(), v, causal=True)
+        with pytest.raises(ValueError, match="^out"):
+            rafter.attention(q, k, v, causal=True, out=torch.empty_like(q[:, 1:]))
+
+
 def test_a_plan_runs_there():
     q, k, v = qkv()
     plan = rafter.plan(
