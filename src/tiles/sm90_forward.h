@@ -18,8 +18,9 @@ struct Sm90ForwardRow {
   bool queries_in_registers = false;  // Q is read from shared memory once, not once per key tile
   bool store_by_copy = false;         // O leaves through shared memory and the copy engine
   int q_slots = 1;                    // query tiles of a warpgroup in shared memory
-  bool runs_on = false;  // the next query tile begins under the last products of this one
-  bool ordered = true;   // warpgroups take turns at issuing matmuls; which pays was measured
+  bool runs_on = false;     // the next query tile begins under the last products of this one
+  bool ordered = true;      // warpgroups take turns at issuing matmuls; which pays was measured
+  bool own_ranges = false;  // each warpgroup walks the keys that its own queries see: for masks
 
   constexpr int tile_q() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -48,7 +49,7 @@ struct Sm90ForwardRow {
            128 * (producer_registers + warpgroups * consumer_registers) <= held &&
            fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
            producer_registers % 8 == 0 && (!runs_on || queries_in_registers || q_slots > 1) &&
-           tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
+           !(own_ranges && ordered) && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
   }
 };
 
@@ -88,6 +89,18 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .stages = 2,
      .producer_registers = 40,
      .consumer_registers = 232},
+    {.head_dim = 64,
+     .head_dim_v = 64,
+     .warpgroups = 3,
+     .tile_kv = 128,
+     .stages = 4,
+     .producer_registers = 32,
+     .consumer_registers = 160,
+     .store_by_copy = true,
+     .q_slots = 2,
+     .runs_on = true,
+     .ordered = false,
+     .own_ranges = true},
 };
 inline constexpr int kSm90ForwardRowCount = sizeof(kSm90ForwardRows) / sizeof(kSm90ForwardRows[0]);
 
@@ -101,12 +114,22 @@ constexpr bool every_sm90_forward_row_fits() {
 }
 static_assert(every_sm90_forward_row_fits());
 
-/// The first row that holds both head dimensions, or −1.
-constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v) {
+/// The row for both head dimensions, or −1: the first that holds them; masked: one of the same
+/// tiles with ranges of their own, where there is one.
+constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, bool masked) {
   for (int i = 0; i < kSm90ForwardRowCount; ++i) {
-    if (head_dim <= kSm90ForwardRows[i].head_dim && head_dim_v <= kSm90ForwardRows[i].head_dim_v) {
-      return i;
+    const Sm90ForwardRow& row = kSm90ForwardRows[i];
+    if (head_dim > row.head_dim || head_dim_v > row.head_dim_v) {
+      continue;
     }
+    for (int own = 0; masked && own < kSm90ForwardRowCount; ++own) {
+      const Sm90ForwardRow& other = kSm90ForwardRows[own];
+      if (other.own_ranges && other.head_dim == row.head_dim &&
+          other.head_dim_v == row.head_dim_v) {
+        return own;
+      }
+    }
+    return i;
   }
   return -1;
 }

@@ -26,15 +26,17 @@ constexpr std::int64_t kCacheBytes = std::int64_t{32} << 20;
 using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
     {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
-     cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>},
+     cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>,
+     cuda::launch_forward_sm90<DType::bf16, 4>},
     {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
-     cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>},
+     cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>,
+     cuda::launch_forward_sm90<DType::f16, 4>},
 }};
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 int row_of(const AttentionProblem& p) {
-  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v);
+  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none());
 }
 
 /// Query tiles of the problem, at most.

@@ -141,7 +141,7 @@ struct Forward {
                      t / Control::kPlans % 2 ^ 1);
         PlannedTile<kWarpgroups>& planned = control.plans[t % Control::kPlans];
         static_cast<TileWork&>(planned) = work;
-        const int2 range = key_tiles<kTileQ, kTileKv>(params, work);
+        const int2 range = key_tiles<kTileKv>(params, work, work.first_query, kTileQ);
         planned.range = range;
         // A long tile leaves time to find the next: it is drawn when this one begins, since a CTA
         // that holds tiles back makes the others wait for it in the end.
@@ -155,7 +155,9 @@ struct Forward {
         }
 #pragma unroll 1
         for (int w = 0; w < kWarpgroups; ++w) {
-          planned.interior[w] = interior_tiles<kTileKv>(params, work, range, w);
+          const int first = work.first_query + 64 * part_of(w, t);
+          planned.own[w] = kShape.own_ranges ? key_tiles<kTileKv>(params, work, first, 64) : range;
+          planned.interior[w] = interior_tiles<kTileKv>(params, work, planned.own[w], first);
         }
         barrier_arrive(shared_address(&control.plan_full[t % Control::kPlans]));
         if (work.batch >= 0) {
@@ -166,6 +168,14 @@ struct Forward {
         break;
       }
     }
+  }
+
+  /// Which 64 queries of query tile t the warpgroup takes. Where they walk ranges of their own,
+  /// all take turns at the long ones.
+  __device__ static int part_of(int warpgroup, std::uint32_t t) {
+    return kShape.own_ranges
+               ? static_cast<int>((static_cast<std::uint32_t>(warpgroup) + t) % kWarpgroups)
+               : warpgroup;
   }
 
   /// Until the slot that Q of query tile t goes to is free.
@@ -184,7 +194,7 @@ struct Forward {
     for (int w = 0; w < kWarpgroups; ++w) {
       barrier_wait(shared_address(&control.q_empty[w][t % kSlots]), t / kSlots % 2 ^ 1);
       load_tile(shared.q_of(w, t), params.q, shared_address(&control.q_full[w][t % kSlots]), kD, 64,
-                work.row_q + work.first_query + 64 * w, work.head * params.q_heads_step,
+                work.row_q + work.first_query + 64 * part_of(w, t), work.head * params.q_heads_step,
                 batch * params.q_batch_step);
     }
   }
@@ -322,25 +332,69 @@ struct Forward {
     }
   }
 
+  /// Key tiles that the warpgroup walks: its own, or all that the query tile sees.
+  __device__ static const int2& walked_by(const PlannedTile<kWarpgroups>& work, int warpgroup) {
+    if constexpr (kShape.own_ranges) {
+      return work.own[warpgroup];
+    } else {
+      return work.range;
+    }
+  }
+
   static constexpr std::uint32_t kNoTile = ~0u;
 
-  /// The first query tile from number t on that sees a key, or kNoTile; those before it are stored.
-  /// Its Q is there.
+  /// Where warpgroups walk their own ranges: key tiles that went through the rings, of them those
+  /// before the query tile at hand.
+  struct Passed {
+    std::uint32_t n = 0, first = 0;
+  };
+
+  /// Key tiles up to number `end` are for others. A slot may be released again only after it was
+  /// loaded.
+  __device__ static void pass_over(Control& control, Passed& passed, std::uint32_t end) {
+#pragma unroll 1
+    for (; passed.n != end; ++passed.n) {
+      const std::uint32_t slot = passed.n % kStages;
+      barrier_wait(shared_address(&control.k_full[slot]), passed.n / kStages % 2);
+      release(control.k_empty[slot]);
+      barrier_wait(shared_address(&control.v_full[slot]), passed.n / kStages % 2);
+      release(control.v_empty[slot]);
+    }
+  }
+
+  /// The first query tile from number t on that the warpgroup walks keys of, or kNoTile; those
+  /// before it are stored. Its Q is there.
   __device__ static std::uint32_t next_tile(const ForwardParams& params, const Shared& shared,
-                                            int warpgroup, std::uint32_t t) {
+                                            int warpgroup, std::uint32_t t, Passed& passed) {
     Control& control = *shared.control;
     for (;; ++t) {
       control.await_plan(t);
       const PlannedTile<kWarpgroups>& work = control.plan(t);
+      if constexpr (kShape.own_ranges) {
+        pass_over(control, passed, passed.first);
+      }
       if (work.batch < 0) {
         return kNoTile;
       }
       barrier_wait(shared_address(&control.q_full[warpgroup][t % kSlots]), t / kSlots % 2);
-      if (!work.is_empty()) {
+      const int2& walked = walked_by(work, warpgroup);
+      if (walked.x < walked.y) {
+        if constexpr (kShape.own_ranges) {
+          pass_over(control, passed,
+                    passed.first + static_cast<std::uint32_t>(work.range.y - walked.y));
+        }
         return t;
       }
-      Store::store_nothing(params, work, warpgroup);
-      release(control.q_empty[warpgroup][t % kSlots]);
+      if constexpr (kShape.own_ranges) {
+        // Q first: the planner may wait for it, and V of the last key tile for the planner.
+        release(control.q_empty[warpgroup][t % kSlots]);
+        passed.first += static_cast<std::uint32_t>(work.range.y - work.range.x);
+        pass_over(control, passed, passed.first);
+      }
+      Store::store_nothing(params, work, part_of(warpgroup, t));
+      if constexpr (!kShape.own_ranges) {
+        release(control.q_empty[warpgroup][t % kSlots]);
+      }
       release(control.plan_empty[t % Control::kPlans]);
     }
   }
@@ -352,12 +406,12 @@ struct Forward {
     if (kShape.ordered && warpgroup == kWarpgroups - 1) {
       named_barrier_arrive(1, 256);  // the first consumer may start
     }
-    std::uint32_t t = next_tile(params, shared, warpgroup, 0);
+    Passed passed;
+    std::uint32_t& n = passed.n;  // K and V of key tile n share slot and parity
+    std::uint32_t t = next_tile(params, shared, warpgroup, 0, passed);
     if (t == kNoTile) {
       return;
     }
-    // n counts the key tiles that went through the rings; K and V of tile n share slot and parity.
-    std::uint32_t n = 0;
     const auto await_keys = [&](std::uint32_t i) {
       barrier_wait(shared_address(&control.k_full[i % kStages]), i / kStages % 2);
     };
@@ -392,7 +446,8 @@ struct Forward {
       if (params.transform) [[unlikely]] {
         transform_scores(params, s);
       }
-      mask_scores(params, work, s, work.first_query + 64 * warpgroup + row, j * kTileKv);
+      mask_scores(params, work, s, work.first_query + 64 * part_of(warpgroup, t) + row,
+                  j * kTileKv);
     };
     const auto load_q = [&] {
       q.load(shared.q_of(warpgroup, t));
@@ -404,7 +459,7 @@ struct Forward {
     const auto begin_rows = [&] {
       const PlannedTile<kWarpgroups>& work = control.plan(t);
       const int2 interior = work.interior[warpgroup];
-      j = work.range.y - 1;
+      j = walked_by(work, warpgroup).y - 1;
       rows = {{-INFINITY, -INFINITY}, {0, 0}, {0, 0}};
       if (j < interior.x || j >= interior.y) [[unlikely]] {
         finish_edge();
@@ -493,9 +548,9 @@ struct Forward {
       --j;
       const PlannedTile<kWarpgroups>& walked = control.plan(t);
 #pragma unroll 1
-      while (j >= walked.range.x) {  // edges on the right, interior, edges on the left
-        const int edges_end =
-            j < walked.interior[warpgroup].x ? walked.range.x : walked.interior[warpgroup].y;
+      while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
+        const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
+                                                               : walked.interior[warpgroup].y;
 #pragma unroll 1
         for (; j >= edges_end; --j) {
           step(std::true_type{});
@@ -509,10 +564,19 @@ struct Forward {
       if constexpr (!kShape.queries_in_registers) {
         release(control.q_empty[warpgroup][t % kSlots]);
       }
+      if constexpr (kShape.own_ranges) {
+        passed.first += static_cast<std::uint32_t>(walked.range.y - walked.range.x);
+      }
       float inverse[2];  // what O is to be multiplied by
       if constexpr (kShape.runs_on) {
         control.await_plan(t + 1);
-        if (!control.plan(t + 1).is_empty()) {
+        const PlannedTile<kWarpgroups>& next = control.plan(t + 1);
+        bool follows = !next.is_empty();
+        if constexpr (kShape.own_ranges) {  // no key tile lies between that is for others
+          const int2 keys = next.own[warpgroup];
+          follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
+        }
+        if (follows) {
           // A step into the next query tile.
           ++t;
           barrier_wait(shared_address(&control.q_full[warpgroup][t % kSlots]), t / kSlots % 2);
@@ -520,13 +584,14 @@ struct Forward {
           await_keys(n + 1);
           await_values(n);
           issue();
-          Store::finish_rows(params, control.plan(t - 1), warpgroup, rows, inverse);
+          Store::finish_rows(params, control.plan(t - 1), part_of(warpgroup, t - 1), rows, inverse);
           wgmma_wait<1>();
           keep_in_place(s);
           begin_rows();
           finish_scores();
           Store::store(params, shared.o_of(warpgroup),
-                       Store::place_of(params, control.plan(t - 1), warpgroup), o, inverse);
+                       Store::place_of(params, control.plan(t - 1), part_of(warpgroup, t - 1)), o,
+                       inverse);
           release(control.plan_empty[(t - 1) % Control::kPlans]);
           clear_outputs();
           ++n;
@@ -537,15 +602,15 @@ struct Forward {
       await_values(n);
       wgmma_fence();
       issue_outputs(o, p, v);
-      Store::finish_rows(params, control.plan(t), warpgroup, rows, inverse);
+      Store::finish_rows(params, control.plan(t), part_of(warpgroup, t), rows, inverse);
       wgmma_wait<0>();
       keep_in_place(o);
       release(control.v_empty[n % kStages]);
       ++n;
       Store::store(params, shared.o_of(warpgroup),
-                   Store::place_of(params, control.plan(t), warpgroup), o, inverse);
+                   Store::place_of(params, control.plan(t), part_of(warpgroup, t)), o, inverse);
       release(control.plan_empty[t % Control::kPlans]);
-      t = next_tile(params, shared, warpgroup, t + 1);
+      t = next_tile(params, shared, warpgroup, t + 1, passed);
       if (t == kNoTile) {
         return;
       }

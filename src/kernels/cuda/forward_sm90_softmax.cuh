@@ -24,23 +24,30 @@ __device__ inline void transform_scores(const ForwardParams& params, float (&s)[
   }
 }
 
+/// Of a thread's 32 keys 8i + e (e = 0, 1): bit 2i + e is set for those before `key`.
+__device__ inline std::uint32_t keys_before(int key) {
+  const std::uint32_t k = static_cast<std::uint32_t>(max(key, 0));
+  const std::uint32_t count = min(k / 8 * 2 + min(k % 8, 2u), 32u);
+  return static_cast<std::uint32_t>((std::uint64_t{1} << count) - 1);
+}
+
+/// A test of a constant bit costs a fraction of two comparisons per score.
 template <int kScores>
 __device__ inline void mask_scores(const ForwardParams& params, const TileWork& work,
                                    float (&s)[kScores], int query, int first_key) {
+  static_assert(kScores <= 64);
   const int column = first_key + 2 * static_cast<int>(threadIdx.x % 4);
   const Mask32 mask = mask_of(params, work);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const Mask32::Range keys = mask.row(query + 8 * h);
-    const int first = keys.first - column;
-    const int last = keys.last - column;
+    const std::uint32_t seen = keys_before(keys.last - column) & ~keys_before(keys.first - column);
 #pragma unroll
     for (int i = 0; i < kScores / 4; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int key = 8 * i + e;
         float& score = s[4 * i + 2 * h + e];
-        score = key < first || key >= last ? -INFINITY : score;
+        score = (seen & 1u << (2 * i + e)) != 0 ? score : -INFINITY;
       }
     }
   }

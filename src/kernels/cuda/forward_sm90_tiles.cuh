@@ -24,11 +24,11 @@ __device__ inline Mask32 mask_of(const ForwardParams& params, const TileWork& wo
           params.top_left ? 0 : work.seqlen_kv - work.seqlen_q, work.seqlen_kv};
 }
 
-/// Key tiles that the query tile sees: [x, y).
-template <int kTileQ, int kTileKv>
-__device__ inline int2 key_tiles(const ForwardParams& params, const TileWork& work) {
-  const int end = min(work.first_query + kTileQ, work.seqlen_q);
-  const Mask32::Range keys = mask_of(params, work).hull(work.first_query, end);
+/// Key tiles that some of `rows` queries from `first` sees: [x, y).
+template <int kTileKv>
+__device__ inline int2 key_tiles(const ForwardParams& params, const TileWork& work, int first,
+                                 int rows) {
+  const Mask32::Range keys = mask_of(params, work).hull(first, min(first + rows, work.seqlen_q));
   if (keys.size() == 0) {
     return {0, 0};
   }
@@ -111,13 +111,12 @@ struct TileFinder {
   }
 };
 
-/// Key tiles that every query of the warpgroup sees whole, at most [range.x, range.y); they need
-/// no mask. Empty (range.y, range.y) when scores must be transformed.
+/// Key tiles that each of the 64 queries from `first` sees whole, at most [range.x, range.y); they
+/// need no mask. Empty (range.y, range.y) when scores must be transformed.
 template <int kTileKv>
 __device__ inline int2 interior_tiles(const ForwardParams& params, const TileWork& work, int2 range,
-                                      int warpgroup) {
+                                      int first) {
   const Mask32 mask = mask_of(params, work);
-  const int first = work.first_query + 64 * warpgroup;
   // The first row ends first, the last row begins last.
   const Mask32::Range last_row = mask.row(first + 63);
   const int begin = max(range.x, (last_row.first + kTileKv - 1) / kTileKv);
@@ -126,12 +125,14 @@ __device__ inline int2 interior_tiles(const ForwardParams& params, const TileWor
   return none ? int2{range.y, range.y} : int2{begin, end};
 }
 
-/// A query tile and the keys that it sees, as the planner tells it to the others.
+/// A query tile and the keys that it sees, as the planner tells it to the others. Ranges of key
+/// tiles are [x, y).
 template <int kWarpgroups>
 struct PlannedTile : TileWork {
   float* lse = nullptr;        // of its first row, null: none
-  int2 range{0, 0};            // key tiles that some query sees: [x, y)
-  int2 interior[kWarpgroups];  // those that every query of the warpgroup sees whole
+  int2 range{0, 0};            // that some query sees
+  int2 interior[kWarpgroups];  // that every query of the warpgroup sees whole
+  int2 own[kWarpgroups];       // that some query of the warpgroup sees; where warpgroups walk these
 
   __device__ bool is_empty() const { return range.x >= range.y; }
 };
