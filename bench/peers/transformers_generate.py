@@ -3,11 +3,14 @@
 Rafter's attention beside PyTorch's.
 
 usage: PYTHONPATH=build/python bench/peers/transformers_generate.py [--out FILE] [--commit ID]
-       [--prompt N,...] [--batch N] [--new N] [--layers N]
+       [--prompt N,...] [--batch N] [--new N] [--layers N] [--repeats N]
 
 The model's own generate loop, greedy, bf16, a cache that grows. Logits are those of the prompt and
-of every step for the same tokens, held against the same model in float32 with PyTorch's attention;
-times are the median of the repeats, implementations taking turns. Needs PyTorch, transformers 5 and
+of every step for the same tokens, held against the same model in float32 with PyTorch's attention.
+Implementations take turns, the first of a turn is the second of the next. The loop hands each token
+to a clock: a turn's rate is that of the median step, since bursts of other work on the host hit
+single steps; rates are medians of the turns, and `won` is the share of the turns in which an
+implementation made more new tokens a second. Needs PyTorch, transformers 5 and
 a GPU of compute capability 9.0.
 """
 
@@ -35,19 +38,34 @@ def model_of(layers):
     return model.eval()
 
 
-def seconds_of(call):
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
+class Clock(transformers.generation.streamers.BaseStreamer):
+    """Notes when the loop hands on the prompt and each new token, which it has waited for."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, value):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
 
 
-def generated(model, ids, new):
+def generated(model, ids, new, clock=None):
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-        do_sample=False, pad_token_id=0,
+        do_sample=False, pad_token_id=0, streamer=clock,
     )  # fmt: skip
+
+
+def seconds_of(model, ids, new):
+    """Of the prompt, and of the median step."""
+    clock = Clock()
+    torch.cuda.synchronize()
+    generated(model, ids, new, clock)
+    started, first, *rest = clock.times
+    steps = [b - a for a, b in zip([first, *rest], rest)]
+    return first - started, statistics.median(steps)
 
 
 def logits_of(model, tokens, prompt):
@@ -66,9 +84,9 @@ def main():
     parser.add_argument("--commit", default="")
     parser.add_argument("--prompt", default="1024,8192")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     rafter.torch.register_with_transformers()
     model = model_of(arguments.layers)
@@ -90,31 +108,36 @@ def main():
             model.bfloat16()
             for name in NAMES:
                 error[name] = ((logits[name] - exact).norm() / exact.norm()).item()
-            samples = {(name, what): [] for name in NAMES for what in ("prompt", "whole")}
+            rates = {name: {"prompt": [], "new": []} for name in NAMES}
             for turn in range(-1, arguments.repeats):
-                for name in NAMES:
+                for name in NAMES if turn % 2 == 0 else NAMES[::-1]:
                     model.set_attn_implementation(name)
-                    first = seconds_of(lambda: generated(model, ids, 1))
-                    whole = seconds_of(lambda: generated(model, ids, 1 + arguments.new))
+                    first, step = seconds_of(model, ids, 1 + arguments.new)
                     if turn >= 0:
-                        samples[name, "prompt"].append(first)
-                        samples[name, "whole"].append(whole)
+                        rates[name]["prompt"].append(arguments.batch * prompt / first)
+                        rates[name]["new"].append(arguments.batch / step)
+            pairs = list(zip(*(rates[name]["new"] for name in NAMES)))
+            won = sum(rafters > torchs for torchs, rafters in pairs) / len(pairs)
             for name in NAMES:
-                first = statistics.median(samples[name, "prompt"])
-                whole = statistics.median(samples[name, "whole"])
+                new = sorted(rates[name]["new"])
                 record = {
                     "date": datetime.date.today().isoformat(), "commit": arguments.commit,
                     "device": torch.cuda.get_device_name(), "torch": torch.__version__,
                     "transformers": transformers.__version__, "attention": name,
                     "layers": arguments.layers, "batch": arguments.batch, "prompt": prompt,
-                    "new": arguments.new, "prompt_s": first, "logits_error": error[name],
-                    "tokens_per_s": round(arguments.batch * arguments.new / (whole - first), 1),
-                    "prompt_tokens_per_s": round(arguments.batch * prompt / first),
+                    "new": arguments.new, "turns": arguments.repeats, "logits_error": error[name],
+                    "tokens_per_s": round(statistics.median(new), 1),
+                    "tokens_per_s_p10": round(new[len(new) // 10], 1),
+                    "tokens_per_s_p90": round(new[-1 - len(new) // 10], 1),
+                    "won": round(won if name == "rafter" else 1 - won, 3),
+                    "prompt_tokens_per_s": round(statistics.median(rates[name]["prompt"])),
                 }  # fmt: skip
                 print(
                     f"{name:7} batch {arguments.batch}, prompt {prompt}: "
                     f"{record['prompt_tokens_per_s']:.0f} prompt tokens/s, "
-                    f"{record['tokens_per_s']:.1f} new tokens/s, logits off by {error[name]:.2e}"
+                    f"{record['tokens_per_s']:.1f} new tokens/s ({record['tokens_per_s_p10']:.1f} to "
+                    f"{record['tokens_per_s_p90']:.1f}), {record['won']:.0%} of the turns, logits off "
+                    f"by {error[name]:.2e}"
                 )
                 if arguments.out:
                     with open(arguments.out, "a") as file:
