@@ -236,21 +236,28 @@ std::vector<std::pair<std::string, std::string>> describe_this_machine();
 struct WallEvidence {
   Statistics seconds;         // t(W)
   Statistics seconds_double;  // t(2W): twice the independent work; n = 0 when not measured
-  /// The same with more arithmetic at (nearly) constant bytes; n = 0 when not measured.
+  /// The same with more arithmetic at (nearly) constant bytes, or with FLOPs and bytes that change
+  /// by factors far apart; n = 0 when not measured.
   Statistics seconds_added_flops;
   double added_flops_ratio = 0;  // modelled FLOPs of that over those of W
   double added_bytes_ratio = 0;  // modelled bytes likewise
   /// CUDA: W call after call on a stream, and in a graph; n = 0 when not measured.
   Statistics seconds_stream = {}, seconds_graph = {};
+  /// Modelled work of seconds_double over that of seconds, the lesser of FLOPs and bytes.
+  double double_ratio = 2;
+  /// Measured rates over the device's: bytes over bandwidth, FLOPs over peak; 0: not known.
+  double share_of_bandwidth = 0, share_of_peak = 0;
 };
 
 enum class MeasuredWall : std::uint8_t { compute, bandwidth, dispatch, mixed, ambiguous };
 const char* to_string(MeasuredWall wall);
 
 /// What the evidence says. Elasticity is log2(t(2W) / t(W)): below 0.3 dispatch, above 0.9
-/// throughput, between them mixed. Throughput is compute when added FLOPs add time (exponent
-/// above 0.7 of FLOPs to time), bandwidth when they do not (below 0.3). An interval that reaches
-/// across a limit, or a missing measurement, makes it ambiguous; `reason` says which. Where W was
+/// throughput, between them mixed. Throughput is compute when time follows the FLOPs of the other
+/// run (exponent above 0.7, 0 being time that follows the bytes alone), bandwidth when it does not
+/// (below 0.3). Without such a run, throughput at three quarters of one roof and less than half of
+/// the other stands at that roof. An interval that reaches across a limit, or a missing
+/// measurement, makes it ambiguous; `reason` says which. Where W was
 /// timed on a stream and in a graph, the launches' share of the stream's time is said as well.
 struct WallVerdict {
   MeasuredWall wall = MeasuredWall::ambiguous;

@@ -115,6 +115,34 @@ TEST(Wall, FlopsAtConstantBytesTellComputeFromBandwidth) {
   EXPECT_EQ(judge_wall({once, {}, {}, 0, 0}).wall, MeasuredWall::ambiguous);
 }
 
+TEST(Wall, FlopsAndBytesThatChangeByFarFactorsTellThemToo) {
+  const Statistics once = around(1, 0.001), twice = around(2, 0.002);
+  // A quarter of the FLOPs at 0.57 of the bytes, as a product of a quarter of the rows.
+  EXPECT_EQ(judge_wall({once, twice, around(0.25, 0.001), 0.25, 0.57}).wall, MeasuredWall::compute);
+  EXPECT_EQ(judge_wall({once, twice, around(0.57, 0.001), 0.25, 0.57}).wall,
+            MeasuredWall::bandwidth);
+  // Twice the bytes at the same FLOPs.
+  EXPECT_EQ(judge_wall({once, twice, around(2, 0.002), 1, 2}).wall, MeasuredWall::bandwidth);
+  EXPECT_EQ(judge_wall({once, twice, around(1, 0.001), 1, 2}).wall, MeasuredWall::compute);
+}
+
+TEST(Wall, ThroughputNearOneRoofStandsAtIt) {
+  WallEvidence evidence;
+  evidence.seconds = around(1, 0.001);
+  evidence.seconds_double = around(1.88, 0.002);
+  evidence.double_ratio = 1.9;  // of 1.9 times the work
+  evidence.share_of_bandwidth = 0.9;
+  evidence.share_of_peak = 0.01;
+  EXPECT_EQ(judge_wall(evidence).wall, MeasuredWall::bandwidth);
+  std::swap(evidence.share_of_bandwidth, evidence.share_of_peak);
+  EXPECT_EQ(judge_wall(evidence).wall, MeasuredWall::compute);
+  evidence.share_of_peak = 0.5;
+  EXPECT_EQ(judge_wall(evidence).wall, MeasuredWall::ambiguous);
+  EXPECT_NE(judge_wall(evidence).reason.find("below both roofs"), std::string::npos);
+  evidence.share_of_bandwidth = evidence.share_of_peak = 0.9;
+  EXPECT_EQ(judge_wall(evidence).wall, MeasuredWall::ambiguous);
+}
+
 TEST(Wall, AnIntervalAcrossALimitIsAmbiguous) {
   EXPECT_EQ(judge_wall({around(1, 0.15), around(1.2, 0.2), {}, 0, 0}).wall,
             MeasuredWall::ambiguous);
