@@ -82,18 +82,6 @@ std::string wall_sentence(const std::string& subject, const Prediction& p) {
   return opening;
 }
 
-Json ceilings_of(const Prediction& prediction) {
-  Json rows = Json::array();
-  for (const Ceiling& ceiling : prediction.ceilings) {
-    Json row = Json::object();
-    row["name"] = ceiling.name;
-    row["flop_per_s"] = number(ceiling.flop_per_s);
-    row["advice"] = ceiling.advice;
-    rows.push_back(std::move(row));
-  }
-  return rows;
-}
-
 }  // namespace
 
 void add_explain_flags(CLI::App& command, ExplainFlags& flags, Context& context,
@@ -246,6 +234,16 @@ Json to_json(const AttentionProblem& problem, Pipeline pipeline) {
   return json;
 }
 
+Json ceilings_json(const std::vector<Ceiling>& ceilings) {
+  Json rows = Json::array();
+  for (const Ceiling& ceiling : ceilings) {
+    rows.push_back(Json{{"name", ceiling.name},
+                        {"flop_per_s", number(ceiling.flop_per_s)},
+                        {"advice", ceiling.advice}});
+  }
+  return rows;
+}
+
 Document explain_document(const DeviceSpec& device, const std::string& convention, Json problem) {
   Document document;
   document.set("device", device.name);
@@ -333,7 +331,7 @@ void append_prediction(Document& document, const Prediction& p) {
   document.set("time_low_s", p.time_low_s);
   document.set("time_high_s", p.time_high_s);
   document.set("largest_term", to_string(p.largest_term));
-  document.set("ceilings", ceilings_of(p));
+  document.set("ceilings", ceilings_json(p.ceilings));
 }
 
 void append_roofline(Document& document, const std::string& subject, const Cost& cost,

@@ -442,7 +442,7 @@ Result<std::vector<std::vector<double>>> split_blocks(std::span<const double> sc
 
 // ----------------------------------------------------------------------------------------- models
 
-/// A Llama-like decoder: RMSNorm, attention with RoPE and GQA, SwiGLU MLP.
+/// A Llama-like decoder: RMSNorm, attention with RoPE and GQA, SwiGLU MLP or experts of such.
 struct ModelConfig {
   std::string name;
   std::int64_t hidden_size = 0, intermediate_size = 0, num_layers = 0;
@@ -455,15 +455,20 @@ struct ModelConfig {
   bool qk_norm = false;             // RMSNorm over head_dim of q and of k (Qwen3)
   std::int64_t sliding_window = 0;  // keys that a token sees, itself among them; 0: all before it
   DType dtype = DType::bf16;        // of weights and activations as published
+  /// Mixture of experts: so many MLPs of intermediate_size a layer, of which a router gives each
+  /// token experts_per_token; 0: one MLP.
+  std::int64_t num_experts = 0, experts_per_token = 0;
 
+  bool has_experts() const { return num_experts > 0; }
   std::int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 0; }
 };
 /// Names of the built-in models.
 std::vector<std::string> model_names();
 Result<ModelConfig> find_model(std::string_view name);  // invalid_argument lists the names
 /// A Hugging Face config.json of a Llama-like model. num_key_value_heads defaults to
-/// num_attention_heads, head_dim to hidden_size / num_attention_heads. Errors: io_error (not JSON),
-/// invalid_argument (missing or impossible key), unsupported (a model_type that is not Llama-like).
+/// num_attention_heads, head_dim to hidden_size / num_attention_heads. Also of mixtral and
+/// qwen3_moe, whose layers all have experts. Errors: io_error (not JSON), invalid_argument (missing
+/// or impossible key), unsupported (a model_type that is not Llama-like).
 Result<ModelConfig> parse_model(std::string_view json, std::string_view name = "config.json");
 Result<ModelConfig> load_model(const std::string& path);
 
@@ -478,6 +483,8 @@ struct ParameterCount {
   double embedding = 0, head = 0;      // head 0 when tied
   double layer = 0, layer_matmul = 0;  // of one layer
   double matmul = 0;                   // all layers' products and the head (also when tied)
+  /// What one token meets: as total, layer_matmul and matmul, of the experts only its own.
+  double active = 0, active_layer_matmul = 0, active_matmul = 0;
   std::vector<ParameterTensor> tensors;
 };
 Result<ParameterCount> count_parameters(const ModelConfig& model,
@@ -516,6 +523,10 @@ struct ModelBudget {
   double batch = 0, tokens = 0;
   double flops = 0, gemm_flops = 0, attention_flops = 0, elementwise_flops = 0;
   double bytes = 0, weight_bytes = 0, kv_bytes = 0;  // kv_bytes: read (decode), written (prefill)
+  double weight_resident_bytes = 0;  // of all parameters; weight_bytes are those that a step reads
+  /// Distinct experts of a layer that the step's tokens are expected to meet, routed evenly and
+  /// independently: E (1 − (1 − k/E)^tokens); 0 without experts.
+  double experts_read = 0;
   double attention_bytes = 0, elementwise_bytes = 0, activation_bytes = 0;
   double kv_bytes_per_token = 0;  // one token, all layers
   double time_s = 0, gemm_time_s = 0, attention_time_s = 0, elementwise_time_s = 0;
@@ -538,6 +549,10 @@ struct ModelBudget {
   double tokens_per_s = 0;
   Wall wall = Wall::compute;  // the largest of compute, bandwidth and dispatch, at the roofs
   bool near_ridge = false;
+  /// Rates that the step cannot pass while its kernels lack an idea, ascending: "no tensor cores",
+  /// "no fusion" (scores that land), "no tiling" (operands fetched for each multiply-add),
+  /// "launch"; and "kernels at their roofs", "bandwidth roof", "compute peak" with all of them.
+  std::vector<Ceiling> ceilings;
   std::string device, convention;
   VerdictWords words = VerdictWords::exact;
   std::string verdict() const;

@@ -15,6 +15,7 @@ namespace rafter::model {
 /// Longest sequence, widest matrix: products of four of them stay finite.
 inline constexpr std::int64_t kMaxLength = std::int64_t{1} << 40;
 inline constexpr std::int64_t kMaxHeads = std::int64_t{1} << 20;
+inline constexpr std::int64_t kMaxExperts = std::int64_t{1} << 20;
 inline constexpr std::int64_t kMaxHeadDim = 65536;
 
 inline Status check_range(const char* parameter, std::int64_t value, std::int64_t low,

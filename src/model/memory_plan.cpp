@@ -42,7 +42,9 @@ MemoryUse use_at(const Planner& p, double seqlen) {
   const double scores =
       lands ? shape.heads_q * batch * seqlen * seqlen * bytes_of(c.score_dtype.value_or(m.dtype))
             : 0;
-  const double hidden = 2 * static_cast<double>(m.hidden_size + m.intermediate_size) * tokens * b;
+  const std::int64_t mlps = m.has_experts() ? m.experts_per_token : 1;  // of a token
+  const double hidden =
+      2 * static_cast<double>(m.hidden_size + mlps * m.intermediate_size) * tokens * b;
   MemoryUse use;
   const auto add = [&](const char* name, double bytes) {
     if (bytes > 0) {

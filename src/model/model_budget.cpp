@@ -40,6 +40,14 @@ struct Step {
   double bandwidth() const { return convention.bandwidth_efficiency * roof.bandwidth_bytes_per_s; }
 };
 
+/// Distinct experts of a layer that `tokens` tokens meet, each going to experts_per_token of them,
+/// evenly and independently: one expert is missed by a token with probability 1 − k/E.
+double experts_met(const ModelConfig& m, double tokens) {
+  const auto experts = static_cast<double>(m.num_experts);
+  const auto each = static_cast<double>(m.experts_per_token);
+  return m.has_experts() ? experts * (1 - std::pow(1 - each / experts, tokens)) : 0;
+}
+
 /// One product of the model: [m, k] · [k, n], `count` times.
 struct Product {
   double m, n, k, count;
@@ -51,21 +59,30 @@ std::vector<Product> products_of(const Step& step) {
   const auto h = static_cast<double>(m.hidden_size), f = static_cast<double>(m.intermediate_size);
   const auto q = static_cast<double>(m.heads_q) * static_cast<double>(m.head_dim);
   const auto kv = static_cast<double>(m.heads_kv) * static_cast<double>(m.head_dim);
-  return {{tokens, q, h, step.layers()},       // q
-          {tokens, kv, h, 2 * step.layers()},  // k, v
-          {tokens, h, q, step.layers()},       // o
-          {tokens, f, h, 2 * step.layers()},   // gate, up
-          {tokens, h, f, step.layers()},       // down
-          {step.logits(), static_cast<double>(m.vocab_size), h, 1}};
+  std::vector<Product> products = {{tokens, q, h, step.layers()},       // q
+                                   {tokens, kv, h, 2 * step.layers()},  // k, v
+                                   {tokens, h, q, step.layers()},       // o
+                                   {step.logits(), static_cast<double>(m.vocab_size), h, 1}};
+  double mlps = 1, rows = tokens;  // MLPs that are read, and the rows of each
+  if (m.has_experts()) {
+    mlps = experts_met(m, tokens);
+    rows = mlps > 0 ? tokens * static_cast<double>(m.experts_per_token) / mlps : 0;
+    products.push_back({tokens, static_cast<double>(m.num_experts), h, step.layers()});  // router
+  }
+  products.push_back({rows, f, h, 2 * step.layers() * mlps});  // gate, up
+  products.push_back({rows, h, f, step.layers() * mlps});      // down
+  return products;
 }
 
 struct Gemms {
   Work work;
   double weight_bytes = 0, activation_bytes = 0, weights_seconds = 0;
+  double untiled_seconds = 0;  // every operand of every multiply-add fetched
 };
 
-/// Weight products. Under all_params they are one lump of 2 N FLOPs a token over N weights; else
-/// each product by itself, an n_params override scaling weights and FLOPs alike.
+/// Weight products. Under all_params they are one lump of 2 N FLOPs a token over N weights (with
+/// experts, over those that are read); else each product by itself, an n_params override scaling
+/// weights and FLOPs alike.
 Gemms gemms_of(const Step& step) {
   const Convention& c = step.convention;
   const double b = bytes_of(step.request.model.dtype), b_weight = bytes_of(step.weight_dtype);
@@ -82,7 +99,12 @@ Gemms gemms_of(const Step& step) {
     activations += moved;
   }
   if (c.gemm_flops == GemmFlops::all_params) {
-    items = {{2 * step.params.total * step.tokens(), step.params.total * b_weight, activations}};
+    const ModelConfig& m = step.request.model;
+    const double unread = static_cast<double>(m.num_experts) - experts_met(m, step.tokens());
+    const double read = step.params.total - step.layers() * unread * 3 *
+                                                static_cast<double>(m.hidden_size) *
+                                                static_cast<double>(m.intermediate_size);
+    items = {{2 * step.params.active * step.tokens(), read * b_weight, activations}};
   } else if (c.n_params) {
     for (Item& item : items) {
       item.flops *= step.params.total / counted;
@@ -105,6 +127,8 @@ Gemms gemms_of(const Step& step) {
     g.activation_bytes += item.activations;
     g.work.seconds += std::max(item.flops / peak, item.weights * seconds_per_weight_byte +
                                                       item.activations / step.bandwidth());
+    g.untiled_seconds +=
+        std::max(item.flops / peak, item.flops / 2 * (b + b_weight) / step.bandwidth());
   }
   g.work.bytes = g.weight_bytes + g.activation_bytes;
   return g;
@@ -122,6 +146,7 @@ Mask prefill_mask(const Step& step) {
 struct Attention {
   Work work;
   double kv_bytes = 0, launches_per_layer = 0;
+  double untiled_seconds = 0;
 };
 
 /// All layers' attention by a pipeline; an override of score passes belongs to the step's own.
@@ -148,6 +173,9 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
   a.work.bytes = step.layers() * layer.bytes;
   a.work.seconds = step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
                                             layer.bytes / step.bandwidth());
+  a.untiled_seconds =
+      step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
+                               layer.untiled_bytes / step.bandwidth());
   a.kv_bytes = step.layers() * layer.kv_bytes;
   a.launches_per_layer = layer.launches;
   return a;
@@ -173,7 +201,12 @@ Work elementwise_of(const Step& step) {
   add(ElementwiseProblem::rmsnorm(step.logits() * h, m.dtype), 1);
   add(ElementwiseProblem::rope(tokens * (q + kv), m.dtype), layers);
   add(ElementwiseProblem::residual_add(tokens * h, m.dtype), 2 * layers);
-  add(ElementwiseProblem::swiglu(tokens * f, m.dtype), layers);
+  const double mlps = m.has_experts() ? static_cast<double>(m.experts_per_token) : 1;
+  add(ElementwiseProblem::swiglu(tokens * f * mlps, m.dtype), layers);
+  if (m.has_experts()) {  // a token's experts, weighted and added
+    w.flops += layers * tokens * h * 2 * mlps;
+    w.bytes += layers * tokens * h * (mlps + 1) * bytes_of(m.dtype);
+  }
   w.bytes += 2 * tokens * h * bytes_of(m.dtype);  // a row of the embedding table, read and written
   w.bytes += tokens * (layers * 2 * kv * bytes_of(m.dtype) +  // new K and V read, and kept
                        model::kv_bytes_per_token(m, step.kv_dtype));
@@ -187,9 +220,11 @@ Work elementwise_of(const Step& step) {
 }
 
 /// Per layer: norm, q, k, v, RoPE, append, attention, o, add, norm, gate, up, SwiGLU, down, add;
-/// beside them the embedding, the last norm, the head and the sampling.
+/// beside them the embedding, the last norm, the head and the sampling. Experts: grouped products,
+/// and the router, its choice and the sum of a token's experts.
 double counted_launches(const Step& step, double attention_launches) {
-  return step.layers() * (14 + attention_launches) + 4;
+  const double experts = step.request.model.has_experts() ? 3 : 0;
+  return step.layers() * (14 + experts + attention_launches) + 4;
 }
 
 /// Seconds of a figure from the convention or the device; NaN and the reason where neither has it.
@@ -227,6 +262,47 @@ double total_seconds(const Step& step, double device_seconds, double dispatch) {
                                                       : std::max(device_seconds, known(dispatch));
 }
 
+/// The step at the roofs while an idea is not applied; those that do not apply are left out.
+std::vector<Ceiling> ceilings_of(const Step& step, const DeviceSpec& device, const ModelBudget& b) {
+  Convention at_roofs = step.convention;  // efficiencies are of times, never of ceilings
+  at_roofs.compute_efficiency = at_roofs.bandwidth_efficiency = 1;
+  at_roofs.attention_compute_efficiency = std::nullopt;
+  Step roofs{step.request,      at_roofs,      step.params, step.roof,
+             step.weight_dtype, step.kv_dtype, step.seqlen, step.batch};
+  const Gemms gemms = gemms_of(roofs);
+  const Attention attention = attention_of(roofs, step.request.pipeline);
+  const double elementwise = elementwise_of(roofs).seconds;
+  std::vector<Ceiling> list;
+  const auto add = [&](const char* name, double seconds, const char* advice) {
+    if (seconds > 0 && std::isfinite(seconds)) {
+      list.push_back({name, b.flops / seconds, advice});
+    }
+  };
+  const double seconds = gemms.work.seconds + attention.work.seconds + elementwise;
+  add("compute peak", b.flops / step.roof.peak_flop_per_s, "a narrower dtype or a wider machine");
+  add("bandwidth roof", b.bytes / step.roof.bandwidth_bytes_per_s,
+      "more tokens for each weight, narrower weights and cache");
+  add("kernels at their roofs", seconds, "fuse kernels of one wall with those of the other");
+  const double unfused =
+      gemms.work.seconds + attention_of(roofs, Pipeline::unfused).work.seconds + elementwise;
+  if (unfused > seconds) {
+    add("no fusion", unfused, "fuse softmax with both products so that the scores never land");
+  }
+  add("no tiling", gemms.untiled_seconds + attention.untiled_seconds + elementwise,
+      "tile: hold blocks of the operands on chip and use each many times");
+  const Figure* const vector = device.find("peak_vector_f32_flop_per_s");
+  if (vector != nullptr && vector->value < step.roof.peak_flop_per_s) {
+    roofs.roof.peak_flop_per_s = vector->value;
+    add("no tensor cores",
+        gemms_of(roofs).work.seconds + attention_of(roofs, step.request.pipeline).work.seconds +
+            elementwise_of(roofs).seconds,
+        "use the matrix units");
+  }
+  add("launch", b.dispatch_time_s, "fewer launches: fuse kernels, capture a graph, batch");
+  std::ranges::stable_sort(list, {}, &Ceiling::flop_per_s);
+  return list;
+}
+
 /// Everything that does not need the step's own validation again: lengths may be real.
 ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   const ModelStep& request = step.request;
@@ -246,6 +322,8 @@ ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   b.elementwise_flops = elementwise.flops;
   b.flops = b.gemm_flops + b.attention_flops + b.elementwise_flops;
   b.weight_bytes = gemms.weight_bytes;
+  b.weight_resident_bytes = step.params.total * bytes_of(step.weight_dtype);
+  b.experts_read = experts_met(request.model, step.tokens());
   b.activation_bytes = gemms.activation_bytes;
   b.attention_bytes = attention.work.bytes;
   b.elementwise_bytes = elementwise.bytes;
@@ -396,6 +474,7 @@ Result<ModelBudget> model_budget(const ModelStep& request, const DeviceSpec& dev
   }
   ModelBudget budget = budget_at(*step, device);
   budget.max_batch = max_batch;
+  budget.ceilings = ceilings_of(*step, device, budget);
   return budget;
 }
 
@@ -423,10 +502,10 @@ Result<ModelLengths> model_lengths(const ModelConfig& m, const Convention& conve
         .value_or(HUGE_VAL);
   };
   const bool all = convention.gemm_flops == GemmFlops::all_params || convention.n_params;
-  const double weights = all ? params->total : params->matmul;
+  const double weights = all ? params->active : params->active_matmul;
   ModelLengths lengths;
   lengths.attention_equals_gemm_seqlen = meets(2 * weights / static_cast<double>(m.num_layers));
-  lengths.attention_equals_layer_gemm_seqlen = meets(2 * params->layer_matmul);
+  lengths.attention_equals_layer_gemm_seqlen = meets(2 * params->active_layer_matmul);
   return lengths;
 }
 

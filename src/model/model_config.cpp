@@ -19,7 +19,8 @@ constexpr std::size_t kMaxConfigBytes = std::size_t{1} << 20;
 
 /// model_type values whose decoder is RMSNorm, attention with RoPE and GQA, SwiGLU. An empty one is
 /// taken at its word.
-constexpr std::array kLlamaLike = {"llama", "mistral", "qwen2", "qwen3", ""};
+constexpr std::array kLlamaLike = {"llama",   "mistral",   "qwen2", "qwen3",
+                                   "mixtral", "qwen3_moe", ""};
 
 /// The models that are known by name; 60m is what a CPU runs in milliseconds.
 std::array<ModelConfig, 2> built_in_models() {
@@ -109,6 +110,28 @@ class Reader {
   Status status_;
 };
 
+/// Experts in place of the MLP of every layer: Mixtral's keys or Qwen's.
+void read_experts(const json& document, const std::string& type, Reader& read, ModelConfig& m) {
+  const bool qwen = type == "qwen3_moe";
+  if (!qwen && type != "mixtral") {
+    return;
+  }
+  m.num_experts = read.count(qwen ? "num_experts" : "num_local_experts", {}, 1, model::kMaxExperts);
+  m.experts_per_token = read.count("num_experts_per_tok", {}, 1, m.num_experts);
+  if (!qwen) {
+    return;
+  }
+  m.intermediate_size = read.count("moe_intermediate_size", {}, 1, model::kMaxLength);
+  const std::int64_t step = read.count("decoder_sparse_step", 1, 1, model::kMaxLength);
+  const auto dense = document.find("mlp_only_layers");
+  const bool some_dense = dense != document.end() && !dense->is_null() && !dense->empty();
+  if (step != 1 || some_dense) {
+    read.fail(Status::unsupported(step != 1 ? "decoder_sparse_step" : "mlp_only_layers",
+                                  step != 1 ? std::to_string(step) : "some layers",
+                                  "experts in every layer are counted"));
+  }
+}
+
 DType published_dtype(Reader& read) {
   std::string text = read.text("torch_dtype");
   if (text.empty()) {
@@ -165,7 +188,8 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
     known = known || type == each;
   }
   if (!known) {
-    return Status::unsupported("model_type", type, "llama, mistral, qwen2, qwen3");
+    return Status::unsupported("model_type", type,
+                               "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe");
   }
   ModelConfig m;
   m.name = std::string(name);
@@ -185,11 +209,12 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
   m.tie_word_embeddings = read.flag("tie_word_embeddings", false);
   m.attention_bias = read.flag("attention_bias", false);
   m.qkv_bias = type == "qwen2";  // q, k, v carry a bias there, o does not
-  m.qk_norm = type == "qwen3";
+  m.qk_norm = type == "qwen3" || type == "qwen3_moe";
   m.mlp_bias = read.flag("mlp_bias", false);
   m.dtype = published_dtype(read);
+  read_experts(document, type, read, m);
   // Qwen publishes a window and turns it on by a flag; others mean it when it is there.
-  if ((type != "qwen2" && type != "qwen3") || read.flag("use_sliding_window", false)) {
+  if (!type.starts_with("qwen") || read.flag("use_sliding_window", false)) {
     m.sliding_window = read.count("sliding_window", 0, 1, model::kMaxLength);
   }
   const std::string activation = read.text("hidden_act");
@@ -250,9 +275,19 @@ Result<ParameterCount> count_parameters(const ModelConfig& m, const Convention& 
   add("layers.*.self_attn.q_norm.weight", layers, m.qk_norm ? d : 0, false);
   add("layers.*.self_attn.k_norm.weight", layers, m.qk_norm ? d : 0, false);
   add("layers.*.post_attention_layernorm.weight", layers, h, false);
-  add("layers.*.mlp.gate_proj.weight", layers, h * f, true);
-  add("layers.*.mlp.up_proj.weight", layers, h * f, true);
-  add("layers.*.mlp.down_proj.weight", layers, f * h, true);
+  const auto experts = static_cast<double>(m.num_experts);
+  if (m.has_experts()) {
+    add("layers.*.mlp.gate.weight", layers, h * experts, true);
+    for (const char* name :
+         {"layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight",
+          "layers.*.mlp.experts.*.down_proj.weight"}) {
+      add(name, layers * experts, h * f, true);
+    }
+  } else {
+    add("layers.*.mlp.gate_proj.weight", layers, h * f, true);
+    add("layers.*.mlp.up_proj.weight", layers, h * f, true);
+    add("layers.*.mlp.down_proj.weight", layers, f * h, true);
+  }
   add("layers.*.mlp.gate_proj.bias", layers, m.mlp_bias ? f : 0, false);
   add("layers.*.mlp.up_proj.bias", layers, m.mlp_bias ? f : 0, false);
   add("layers.*.mlp.down_proj.bias", layers, m.mlp_bias ? h : 0, false);
@@ -262,14 +297,26 @@ Result<ParameterCount> count_parameters(const ModelConfig& m, const Convention& 
   for (const ParameterTensor& t : c.tensors) {
     c.total += t.count * t.elements;
     if (t.name.starts_with("layers.")) {
-      c.layer += t.elements;
-      c.layer_matmul += t.matmul ? t.elements : 0;
+      const double of_layer = t.count / layers * t.elements;
+      c.layer += of_layer;
+      c.layer_matmul += t.matmul ? of_layer : 0;
     }
   }
   c.embedding = vocab * h;
   c.head = m.tie_word_embeddings ? 0 : vocab * h;
   c.matmul = layers * c.layer_matmul + vocab * h;
+  const double idle = m.has_experts()
+                          ? 3 * h * f * static_cast<double>(m.num_experts - m.experts_per_token)
+                          : 0;  // of a layer, to one token
+  c.active = c.total - layers * idle;
+  c.active_layer_matmul = c.layer_matmul - idle;
+  c.active_matmul = c.matmul - layers * idle;
+  if (convention.n_params && m.has_experts()) {
+    return Status::invalid_argument("n_params", fmt::format("{}", *convention.n_params),
+                                    "none with experts: a token meets some of them");
+  }
   if (convention.n_params) {
+    c.active = *convention.n_params;
     c.total = *convention.n_params;
   }
   return c;

@@ -18,7 +18,10 @@ Status check_model(const ModelConfig& m) {
   return first_error(check_model_attention(m),
                      check_range("hidden_size", m.hidden_size, 1, kMaxLength),
                      check_range("intermediate_size", m.intermediate_size, 1, kMaxLength),
-                     check_range("vocab_size", m.vocab_size, 1, kMaxLength));
+                     check_range("vocab_size", m.vocab_size, 1, kMaxLength),
+                     check_range("num_experts", m.num_experts, 0, kMaxExperts),
+                     check_range("experts_per_token", m.experts_per_token, m.has_experts() ? 1 : 0,
+                                 m.num_experts));
 }
 
 AttentionShape attention_shape(const ModelConfig& m, DType kv_dtype, std::int64_t splits) {

@@ -312,6 +312,10 @@ Result<TransformerConfig> parse_transformer(std::string_view text, std::string_v
   if (!model) {
     return model.status();
   }
+  if (model->has_experts()) {
+    return Status::unsupported("model_type", fmt::format("{} experts", model->num_experts),
+                               "models with experts are planned (explain model), not run");
+  }
   TransformerConfig config;
   config.model = *std::move(model);
   const json document = json::parse(text, nullptr, false);

@@ -248,6 +248,10 @@ Result<std::shared_ptr<detail::ModelState>> detail::ModelState::make(
   if (const Result<ParameterCount> counted = count_parameters(config.model); !counted) {
     return counted.status();  // dimensions that mean nothing
   }
+  if (config.model.has_experts()) {
+    return Status::unsupported("num_experts", fmt::format("{}", config.model.num_experts),
+                               "models with experts are planned, not run");
+  }
   if (std::string why = why_no_linear(dtype, device); !why.empty()) {
     return Status::unsupported("dtype", to_string(dtype), std::move(why));
   }
