@@ -120,6 +120,9 @@ struct SessionOptions {
   /// each function by itself.
   bool fuse = true;
   bool all_logits = false;  // prefill: logits of every token, not of each sequence's last
+  /// Of the cache: the model's dtype (the default), or int8 or e4m3 with an f32 factor for each
+  /// token and KV head. A prefill then attends to keys and values as they were before rounding.
+  std::optional<DType> kv_dtype = {};
 };
 
 /// One operation of a step, queued on its own.
@@ -158,8 +161,8 @@ class TransformerSession {
 
   /// Sets up a prefill as prefill() does, without running it: queue it with queue().
   Status prepare_prefill(std::span<const std::vector<std::int32_t>> prompts);
-  /// As if `batch` sequences of `length` tokens had been decoded: random keys and values, no
-  /// prefill. The next step is a decode.
+  /// As if `batch` sequences of `length` tokens had been decoded: random keys and values (of a
+  /// cache in int8 or e4m3 random bits), no prefill. The next step is a decode.
   Status assume_context(std::int64_t batch, std::int64_t length);
   /// The operations of the step that is set up, in order: of the last prefill prepared, or of a
   /// decode step. Costs are of the lengths at the time of the call; what they queue is of use until
@@ -172,7 +175,7 @@ class TransformerSession {
   Status rewind() const;
   /// Kernels of the step's graph, counted by the driver. Errors: no CUDA device.
   Result<std::int64_t> count_launches(Phase phase) const;
-  double cache_bytes() const;
+  double cache_bytes() const;      // with the factors of its rows
   double workspace_bytes() const;  // of activations and attention, of both phases
 
   explicit TransformerSession(std::shared_ptr<detail::SessionState> state)

@@ -16,7 +16,7 @@ using transformer::Storage;
 
 namespace {
 
-Status check_options(const SessionOptions& options) {
+Status check_options(const SessionOptions& options, DType dtype) {
   constexpr std::int64_t kMost = std::int64_t{1} << 28;
   const std::pair<const char*, std::int64_t> counts[] = {{"max_batch", options.max_batch},
                                                          {"max_seqlen", options.max_seqlen},
@@ -25,6 +25,11 @@ Status check_options(const SessionOptions& options) {
     if (value < 1 || value > kMost) {
       return Status::invalid_argument(name, std::to_string(value), "1 to 2^28");
     }
+  }
+  if (options.kv_dtype && *options.kv_dtype != dtype && *options.kv_dtype != DType::int8 &&
+      *options.kv_dtype != DType::e4m3) {
+    return Status::invalid_argument("kv_dtype", to_string(*options.kv_dtype),
+                                    fmt::format("{}, int8, e4m3", to_string(dtype)));
   }
   if (options.prefill == Pipeline::split_kv) {
     return Status::invalid_argument("prefill", to_string(options.prefill),
@@ -87,9 +92,12 @@ Status make_cache(SessionState& state) {
     return Status::invalid_argument("max_seqlen", std::to_string(o.max_seqlen),
                                     "a cache of fewer than 2^31 tokens: their indices are i32");
   }
-  const std::int64_t bytes = *elements * bits_of(state.model.dtype()) / 8;
-  for (std::vector<Storage>* caches : {&state.k_cache, &state.v_cache}) {
-    caches->resize(static_cast<std::size_t>(m.num_layers));
+  const std::int64_t cache_bytes = *elements * bits_of(state.kv_dtype()) / 8;
+  const std::int64_t scale_bytes = state.quantised() ? *elements / m.head_dim * 4 : 0;
+  for (const auto& [caches, bytes] :
+       {std::pair{&state.k_cache, cache_bytes}, std::pair{&state.v_cache, cache_bytes},
+        std::pair{&state.k_scale, scale_bytes}, std::pair{&state.v_scale, scale_bytes}}) {
+    caches->resize(bytes > 0 ? static_cast<std::size_t>(m.num_layers) : 0);
     for (Storage& cache : *caches) {
       if (Status s = reserve(cache, device, bytes); !s) {
         return s;
@@ -145,6 +153,7 @@ AttentionProblem problem_of(const SessionState& state, const Step& step) {
     p.page_size = state.options.page_size;
     p.num_pages = state.pages();
     p.seqused_kv = true;
+    p.kv_dtype = state.options.kv_dtype;
     return p;
   }
   p.seqlen_q = *std::max_element(step.lengths.begin(), step.lengths.end());
@@ -152,7 +161,10 @@ AttentionProblem problem_of(const SessionState& state, const Step& step) {
   if (step.sequences() > 1) {
     const std::int64_t page = state.options.page_size;
     p.layout = Layout::packed;
-    p.total_q = step.tokens;
+    p.total_q = p.total_kv = step.tokens;
+    if (state.quantised()) {  // keys are read as they were before rounding, where the queries are
+      return p;
+    }
     p.seqlen_kv = base::round_up(p.seqlen_q, page);
     p.total_kv = step.first_pages.back() * page + base::round_up(step.lengths.back(), page);
     p.seqused_kv = true;
@@ -243,7 +255,9 @@ Status upload_indices(const SessionState& state, Step& step,
     set(step.places.before + b, before[i]);
     set(step.places.after + b, before[i] + length);
     set(step.places.cu_q + b, row);
-    if (step.phase == Phase::prefill) {
+    if (step.phase == Phase::prefill && state.quantised()) {
+      set(step.places.cu_kv + b, row);
+    } else if (step.phase == Phase::prefill) {
       set(step.places.cu_kv + b, step.first_pages[i] * state.options.page_size);
     }
     for (std::int64_t t = 0; t < length; ++t) {
@@ -350,7 +364,7 @@ Status queue_step(const Step& step, Stream stream) {
 
 Result<TransformerSession> TransformerSession::make(const Transformer& model,
                                                     const SessionOptions& options) {
-  if (Status s = check_options(options); !s) {
+  if (Status s = check_options(options, model.dtype()); !s) {
     return s;
   }
   auto state = std::make_shared<SessionState>(model);
@@ -499,11 +513,14 @@ Status TransformerSession::assume_context(std::int64_t batch, std::int64_t lengt
     return s;
   }
   std::uint64_t seed = 0;
-  for (const std::vector<Storage>* caches : {&state.k_cache, &state.v_cache}) {
+  for (const std::vector<Storage>* caches :
+       {&state.k_cache, &state.v_cache, &state.k_scale, &state.v_scale}) {
+    const bool scales = caches == &state.k_scale || caches == &state.v_scale;
+    const DType dtype = scales ? DType::f32 : state.model.dtype();
     for (const Storage& cache : *caches) {
-      const std::int64_t elements = cache.bytes() * 8 / bits_of(state.model.dtype());
-      if (Status s = fill_uniform(matrix(cache.data(), state.model.dtype(), 1, elements), ++seed,
-                                  1.0f, state.model.device(), state.stream());
+      const std::int64_t elements = cache.bytes() * 8 / bits_of(dtype);
+      if (Status s = fill_uniform(matrix(cache.data(), dtype, 1, elements), ++seed, 1.0f,
+                                  state.model.device(), state.stream());
           !s) {
         return s;
       }
@@ -568,7 +585,8 @@ Result<std::int64_t> TransformerSession::count_launches(Phase phase) const {
 
 double TransformerSession::cache_bytes() const {
   double bytes = 0;
-  for (const std::vector<Storage>* caches : {&state_->k_cache, &state_->v_cache}) {
+  for (const std::vector<Storage>* caches :
+       {&state_->k_cache, &state_->v_cache, &state_->k_scale, &state_->v_scale}) {
     for (const Storage& cache : *caches) {
       bytes += static_cast<double>(cache.bytes());
     }

@@ -64,8 +64,10 @@ struct SessionState {
   SessionOptions options;
   transformer::Storage cos, sin;                       // [max_seqlen, head_dim / 2]
   std::vector<transformer::Storage> k_cache, v_cache;  // [pages, page_size, heads_kv, head_dim]
-  std::int64_t page_columns = 0;                       // pages of a sequence of max_seqlen
-  transformer::Storage page_table;                     // [max_batch, page_columns] i32
+  /// Factors of rows in int8 or e4m3: [pages, page_size, heads_kv, 1] f32. Else none.
+  std::vector<transformer::Storage> k_scale, v_scale;
+  std::int64_t page_columns = 0;    // pages of a sequence of max_seqlen
+  transformer::Storage page_table;  // [max_batch, page_columns] i32
   transformer::Step prefill, decode;
   std::vector<std::int64_t> lengths;  // tokens in the cache
   Phase last = Phase::prefill;        // whose logits are asked for
@@ -74,6 +76,8 @@ struct SessionState {
 
   const ModelConfig& shape() const { return model.config().model; }
   const transformer::Weights& weights() const { return model.state().weights; }
+  DType kv_dtype() const { return options.kv_dtype.value_or(model.dtype()); }
+  bool quantised() const { return kv_dtype() != model.dtype(); }
   std::int64_t pages() const { return options.max_batch * page_columns; }
   Stream stream() const { return clock ? clock->stream() : Stream{}; }
   Status wait() const { return clock ? clock->synchronize() : Status::ok(); }

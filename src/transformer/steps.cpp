@@ -179,7 +179,7 @@ class Builder {
       head_norm("k_norm", heads_of(columns(qkv(), q_cols(), kv_cols()), m_.heads_kv, m_.head_dim),
                 Slot::k_norm);
     }
-    if (!state_->options.fuse) {
+    if (turns_apart()) {
       turn();
     }
     append_rows();
@@ -188,6 +188,10 @@ class Builder {
     product("o", view(b().attended, q_cols()), w.at(layer_, Slot::o), view(b().projected),
             o_bias.storage ? &o_bias : nullptr);
   }
+
+  /// A prefill on a cache of another dtype attends to its own rows, which turn in place.
+  bool own_rows() const { return step_.phase == Phase::prefill && state_->quantised(); }
+  bool turns_apart() const { return !state_->options.fuse || own_rows(); }
 
   /// Unfused: q and k turn in place. A decoded token's position is the length before it, which
   /// every run of the step lengthens.
@@ -236,9 +240,13 @@ class Builder {
   }
 
   TensorView cache(const std::vector<Storage>& caches) const {
-    return TensorView::contiguous(caches[static_cast<std::size_t>(layer_)].data(), dtype_,
-                                  state_->pages(), state_->options.page_size, m_.heads_kv,
-                                  m_.head_dim);
+    return TensorView::contiguous(caches[static_cast<std::size_t>(layer_)].data(),
+                                  state_->kv_dtype(), state_->pages(), state_->options.page_size,
+                                  m_.heads_kv, m_.head_dim);
+  }
+  TensorView scales(const std::vector<Storage>& factors) const {
+    return TensorView::contiguous(factors[static_cast<std::size_t>(layer_)].data(), DType::f32,
+                                  state_->pages(), state_->options.page_size, m_.heads_kv, 1);
   }
   /// Rows of the page table.
   IndexView page_table(std::int64_t sequence, std::int64_t batch) const {
@@ -248,7 +256,7 @@ class Builder {
   }
 
   void append_rows() {
-    const bool fused = state_->options.fuse;
+    const bool fused = !turns_apart(), quantised = state_->quantised();
     const double element = bytes_of(dtype_), width = static_cast<double>(kv_cols());
     for (const Group& g : groups()) {
       AppendInputs in{.k = rows_of(g, q_cols(), m_.heads_kv),
@@ -256,8 +264,19 @@ class Builder {
                       .seqused_kv = indices_of(step_, step_.places.before + g.sequence, g.batch),
                       .page_table = page_table(g.sequence, g.batch)};
       AppendOutputs out{.k_cache = cache(state_->k_cache), .v_cache = cache(state_->v_cache)};
+      if (quantised) {
+        out.k_scale = scales(state_->k_scale);
+        out.v_scale = scales(state_->v_scale);
+      }
       const auto rows = static_cast<double>(g.batch * g.seqlen);
       Cost cost = pointwise_cost(rows * 2 * width, 1, 1, 0, dtype_);
+      if (quantised) {
+        const double written = rows * 2 *
+                               (width * (bytes_of(state_->kv_dtype()) - element) +
+                                static_cast<double>(m_.heads_kv) * 4);
+        cost.bytes_by_term.push_back({"cache and factors, over rows", written});
+        cost.bytes += written;
+      }
       if (fused) {
         in.rope = state_->rope();
         in.q = out.q = rows_of(g, 0, m_.heads_q);
@@ -278,8 +297,17 @@ class Builder {
     ForwardInputs in;
     ForwardOutputs out{.o = heads_of(view(b().attended, q_cols()), m_.heads_q, m_.head_dim)};
     in.q = heads_of(columns(qkv(), 0, q_cols()), m_.heads_q, m_.head_dim);
-    in.k = cache(state_->k_cache);
-    in.v = cache(state_->v_cache);
+    if (own_rows()) {
+      in.k = heads_of(columns(qkv(), q_cols(), kv_cols()), m_.heads_kv, m_.head_dim);
+      in.v = heads_of(columns(qkv(), q_cols() + kv_cols(), kv_cols()), m_.heads_kv, m_.head_dim);
+    } else {
+      in.k = cache(state_->k_cache);
+      in.v = cache(state_->v_cache);
+    }
+    if (p.layout == Layout::paged && state_->quantised()) {
+      in.k_scale = scales(state_->k_scale);
+      in.v_scale = scales(state_->v_scale);
+    }
     if (p.layout == Layout::paged) {
       for (TensorView* each : {&in.q, &out.o}) {
         each->batch = n_;
@@ -288,7 +316,7 @@ class Builder {
       }
       in.page_table = page_table(0, n_);
       in.seqused_kv = indices_of(step_, step_.places.after, n_);
-    } else {
+    } else if (!own_rows()) {
       // A prompt's pages follow each other, so that its rows are rows of one long page.
       const std::int64_t rows = p.layout == Layout::packed ? p.total_kv : p.seqlen_kv;
       for (TensorView* each : {&in.k, &in.v}) {
@@ -300,7 +328,9 @@ class Builder {
     if (p.layout == Layout::packed) {
       in.cu_seqlens_q = indices_of(step_, step_.places.cu_q, step_.sequences() + 1);
       in.cu_seqlens_kv = indices_of(step_, step_.places.cu_kv, step_.sequences() + 1);
-      in.seqused_kv = indices_of(step_, step_.places.after, step_.sequences());
+      if (p.seqused_kv) {
+        in.seqused_kv = indices_of(step_, step_.places.after, step_.sequences());
+      }
     }
     const Workspace lent{b().attention_workspace.data(), b().attention_workspace.bytes()};
     const Result<Cost> cost = attention_cost(p, step_.attended, plan.pipeline());

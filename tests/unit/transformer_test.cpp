@@ -327,6 +327,65 @@ TEST(Transformer, FusingTakesLaunchesAndBytesAway) {
   EXPECT_LT(bytes[1], bytes[0]);
 }
 
+/// Logits of two prompts together and of three decode steps, one after the other.
+std::vector<float> run_of(TransformerSession session) {
+  must(session.prefill(Prompts{random_tokens(9, 61, 1), random_tokens(4, 61, 2)}));
+  std::vector<float> all = must(session.logits());
+  for (unsigned step = 0; step < 3; ++step) {
+    must(session.decode(random_tokens(2, 61, 3 + step)));
+    const std::vector<float> logits = must(session.logits());
+    all.insert(all.end(), logits.begin(), logits.end());
+  }
+  return all;
+}
+
+TEST(Transformer, ACacheInEightBitsIsSmallerAndNear) {
+  const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
+  SessionOptions options{.max_batch = 2, .max_seqlen = 16, .page_size = 4};
+  const TransformerSession exact = must(TransformerSession::make(model, options));
+  const std::vector<float> wanted = run_of(exact);
+  options.kv_dtype = DType::int8;
+  for (const bool fuse : {false, true}) {
+    options.fuse = fuse;
+    const TransformerSession session = must(TransformerSession::make(model, options));
+    EXPECT_EQ(session.cache_bytes(), exact.cache_bytes() * (1 + 4.0 / 16) / 4);
+    const std::vector<float> got = run_of(session);
+    ASSERT_EQ(got.size(), wanted.size());
+    double error = 0, norm = 0, prompt_error = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const double difference = static_cast<double>(got[i]) - wanted[i];
+      (i < 2 * 61 ? prompt_error : error) += difference * difference;
+      norm += static_cast<double>(wanted[i]) * wanted[i];
+    }
+    EXPECT_LT(std::sqrt(prompt_error / norm), 1e-5);  // a prefill sees what was not rounded
+    EXPECT_GT(error, 0);
+    EXPECT_LT(std::sqrt(error / norm), 0.02);
+  }
+  // No kernel of a CPU decodes from e4m3: the plan says so, and there are no sequences.
+  options.kv_dtype = DType::e4m3;
+  TransformerSession refused = must(TransformerSession::make(model, options));
+  must(refused.prefill(Prompts{{1, 2}}));
+  const Status status = refused.decode(std::vector<std::int32_t>{3});
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("kv_dtype e4m3"), std::string::npos) << status.message();
+}
+
+TEST(Transformer, TheMemoryPlannerCountsTheCacheThatASessionTakes) {
+  TransformerConfig config = small_config();
+  const Transformer model = must(Transformer::random(config, 3, Device::cpu()));
+  const TransformerSession session =
+      must(TransformerSession::make(model, {.max_batch = 3, .max_seqlen = 64, .page_size = 16}));
+  const MemoryUse use =
+      must(memory_use({.model = config.model, .batch = 3, .capacity_bytes = 1e9}, 64, nullptr));
+  for (const ByteTerm& term : use.terms) {
+    if (term.name == "kv_cache") {
+      EXPECT_EQ(term.bytes, session.cache_bytes());
+    } else if (term.name == "weights") {
+      EXPECT_EQ(term.bytes, model.weight_bytes());
+    }
+  }
+}
+
 TEST(Transformer, RandomWeightsAreOfTheSeedAlone) {
   const TransformerConfig config = small_config();
   const auto q = [&](std::uint64_t seed) {
@@ -360,6 +419,7 @@ TEST(Transformer, RefusesWhatItCannotDoByName) {
   EXPECT_EQ(refused({.max_seqlen = -1}), "max_seqlen");
   EXPECT_EQ(refused({.page_size = 0}), "page_size");
   EXPECT_EQ(refused({.prefill = Pipeline::split_kv}), "prefill");
+  EXPECT_EQ(refused({.kv_dtype = DType::f16}), "kv_dtype");
   EXPECT_EQ(refused({.max_batch = 1 << 20, .max_seqlen = 1 << 11}), "max_seqlen");  // 2^31 tokens
 
   TransformerSession session =
