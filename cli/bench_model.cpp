@@ -1,14 +1,13 @@
 // rafter bench model: a whole model's prefill and decode, operation by operation, predicted beside
 // measured.
 #include <algorithm>
-#include <chrono>
 #include <limits>
-#include <map>
 #include <memory>
 
 #include "cli/bench_common.h"
 #include "cli/npy.h"
 #include "cli/npy_output.h"
+#include "cli/timed_model.h"
 #include "rafter/transformer.h"
 
 namespace rafter::cli {
@@ -23,38 +22,13 @@ struct ModelAxes {
   std::vector<bool> fuse = {true};
   std::int64_t page_size = 64;
   std::optional<std::int64_t> seed;
-  bool operations = true;
+  bool operations = true, evidence = true;
   std::vector<DType> weights;  // empty: the model's dtype
   std::int64_t group_size = 128;
   std::string tokens, logits;
-  std::optional<std::int64_t> prompt;
+  std::optional<std::int64_t> prompt, beside_prefill;
+  std::optional<DType> kv_dtype;
 };
-
-/// Generated tokens behind the context that a sample may add before it is set back.
-constexpr std::int64_t kSpare = 8;
-
-/// One point: a phase of a session that is set up.
-struct ModelPoint {
-  Phase phase = Phase::prefill;
-  std::int64_t seqlen = 0, batch = 1;
-  Pipeline pipeline = Pipeline::fused;
-  bool fuse = true;
-};
-
-bool is_path(const std::string& name) {
-  return name.find('/') != std::string::npos || name.ends_with(".json");
-}
-
-TransformerConfig config_of(const std::string& name) {
-  Result<TransformerConfig> config =
-      is_path(name) ? load_transformer(name) : find_transformer(name);
-  if (!config) {
-    fail_about("--model", name, is_path(name), config.status());
-  }
-  return *std::move(config);
-}
-
-bool has_weights(const std::string& name) { return is_path(name) && !name.ends_with(".json"); }
 
 /// The formats to bench; a dtype of 16 bits or more means plain weights and is the model's.
 std::vector<WeightFormat> formats_of(const ModelAxes& axes, DType dtype) {
@@ -70,123 +44,13 @@ std::vector<WeightFormat> formats_of(const ModelAxes& axes, DType dtype) {
   return formats.empty() ? std::vector<WeightFormat>(1) : formats;
 }
 
-/// Those weights, or random ones of a built-in model or of a config.json.
 Transformer model_of(const ModelAxes& axes, const Device& device, DType dtype,
                      const WeightFormat& weights) {
-  const std::string name = !axes.model.empty()                 ? axes.model
-                           : device.kind == Device::Kind::cuda ? "reference-7b"
-                                                               : "reference-60m";
-  return value_or_fail(has_weights(name)
-                           ? Transformer::load(name, device, dtype, weights)
-                           : Transformer::random(config_of(name),
-                                                 static_cast<std::uint64_t>(axes.seed.value_or(1)),
-                                                 device, dtype, weights));
+  return transformer_of(axes.model, static_cast<std::uint64_t>(axes.seed.value_or(1)), device,
+                        dtype, weights);
 }
 
-std::vector<std::int32_t> some_tokens(std::int64_t count, std::int64_t vocab, std::int64_t seed) {
-  std::vector<std::int32_t> tokens;
-  std::uint64_t state = static_cast<std::uint64_t>(seed);
-  for (std::int64_t i = 0; i < count; ++i) {
-    state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's MMIX generator
-    tokens.push_back(static_cast<std::int32_t>((state >> 33) % static_cast<std::uint64_t>(vocab)));
-  }
-  return tokens;
-}
-
-TransformerSession session_of(const Transformer& model, const ModelAxes& axes,
-                              const ModelPoint& point) {
-  TransformerSession session =
-      value_or_fail(TransformerSession::make(model, {.max_batch = point.batch,
-                                                     .max_seqlen = point.seqlen + kSpare,
-                                                     .page_size = axes.page_size,
-                                                     .prefill = point.pipeline,
-                                                     .fuse = point.fuse}));
-  if (point.phase == Phase::decode) {
-    check(session.assume_context(point.batch, point.seqlen));
-    return session;
-  }
-  std::vector<std::vector<std::int32_t>> prompts;
-  for (std::int64_t b = 0; b < point.batch; ++b) {
-    prompts.push_back(
-        some_tokens(point.seqlen, model.config().model.vocab_size, axes.seed.value_or(1) + b));
-  }
-  check(session.prepare_prefill(prompts));
-  return session;
-}
-
-/// Times work on the device's own clock, or on this machine's; the session is set back before each
-/// sample.
-class Timer {
- public:
-  Timer(const ThisMachine& machine, const Common& common, const TransformerSession& session)
-      : session_(session), rule_(rule_of(common)) {
-    rule_.min_sample_s = 0;  // one step a sample: a decode step lengthens its sequences
-    if (machine.device.kind == Device::Kind::cuda) {
-      clock_ = value_or_fail(DeviceClock::make(machine.device));
-    }
-  }
-  Stream stream() const { return clock_ ? clock_->stream() : Stream{}; }
-
-  Timing time(const Work& work, Queueing queueing) const {
-    const TimedWork inner = clock_ ? clock_->timed(work, queueing) : on_this_clock(work);
-    const TimedWork rewound[] = {[&](std::int64_t calls) -> Result<double> {
-      const Status back = session_.rewind();
-      return back ? inner(calls) : Result<double>(back);
-    }};
-    return value_or_fail(time_alternating(std::span<const TimedWork>(rewound), rule_))[0];
-  }
-
- private:
-  static TimedWork on_this_clock(const Work& work) {
-    return [work](std::int64_t calls) -> Result<double> {
-      const auto start = std::chrono::steady_clock::now();
-      for (std::int64_t i = 0; i < calls; ++i) {
-        if (Status s = work(); !s) {
-          return s;
-        }
-      }
-      return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    };
-  }
-
-  const TransformerSession& session_;
-  StopRule rule_;
-  std::optional<DeviceClock> clock_;
-};
-
-void add_cost(const Cost& from, Cost& to) {
-  to.matmul_flops += from.matmul_flops;
-  to.softmax_flops += from.softmax_flops;
-  to.flops += from.flops;
-  to.bytes += from.bytes;
-  to.launches += from.launches;
-  to.kv_bytes += from.kv_bytes;
-  to.dtype = from.dtype;
-}
-
-/// The operations of one name: those of all layers.
-struct OperationGroup {
-  std::string name, kernel;
-  Cost cost;
-  std::vector<StepOperation> operations;
-};
-std::vector<OperationGroup> groups_of(const std::vector<StepOperation>& operations) {
-  std::vector<OperationGroup> groups;
-  std::map<std::string, std::size_t> at;
-  for (const StepOperation& operation : operations) {
-    const auto [found, fresh] = at.emplace(operation.name, groups.size());
-    if (fresh) {
-      groups.push_back({operation.name, operation.kernel, {}, {}});
-    }
-    OperationGroup& group = groups[found->second];
-    add_cost(operation.cost, group.cost);
-    group.operations.push_back(operation);
-  }
-  return groups;
-}
-
-Json shape_of(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
-              const std::string& operation) {
+Json shape_of(const ModelPoint& point, const Transformer& model, const std::string& operation) {
   const WeightFormat& weights = model.weight_format();
   Json shape{{"model", model.config().model.name},
              {"phase", to_string(point.phase)},
@@ -194,7 +58,8 @@ Json shape_of(const ModelPoint& point, const Transformer& model, const ModelAxes
              {"batch", point.batch},
              {"dtype", to_string(model.dtype())},
              {"weights", to_string(weights.dtype.value_or(model.dtype()))},
-             {"page_size", axes.page_size},
+             {"page_size", point.page_size},
+             {"kv_dtype", to_string(point.kv_dtype.value_or(model.dtype()))},
              {"fuse", point.fuse},
              {"operation", operation}};
   if (weights.dtype == DType::int4) {
@@ -204,75 +69,52 @@ Json shape_of(const ModelPoint& point, const Transformer& model, const ModelAxes
 }
 
 /// What every row of a model has.
-BenchRow model_row(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
-                   const std::string& operation, const Cost& cost, const Timing& timing) {
+BenchRow model_row(const ModelPoint& point, const Transformer& model, const std::string& operation,
+                   const Cost& cost, const Timing& timing) {
   BenchRow row;
   row.kind = "model";
-  row.shape = shape_of(point, model, axes, operation);
+  row.shape = shape_of(point, model, operation);
   row.pipeline = point.phase == Phase::prefill ? to_string(point.pipeline) : "split-kv";
   row.cost = cost;
   row.timing = timing;
   row.level = "memory";
-  set_one_size(row);
+  row.wall_measured = to_string(MeasuredWall::ambiguous);
+  row.wall_reason = "the operations have walls of their own";
   row.more["launches"] = number(cost.launches);
   return row;
 }
 
-/// Launches cost what they do in a graph where one is replayed.
-Convention convention_of(const ThisMachine& machine, bool graph) {
-  Convention convention;
-  const Figure* const in_graph = machine.spec.find("graph_launch_s");
-  if (graph && in_graph != nullptr) {
-    convention.launch_s = in_graph->value;
-  }
-  return convention;
-}
-
-/// Quantised weights take what they do with their scales, lm_head in the model's dtype.
-void count_packed(const Transformer& model, const DeviceSpec& spec, ModelStep& step) {
-  const std::optional<DType> packed = model.weight_format().dtype;
-  if (!packed) {
-    return;
-  }
-  const ModelConfig& m = step.model;
-  const double rows = static_cast<double>(m.vocab_size) * static_cast<double>(m.hidden_size);
-  const double embedding = m.tie_word_embeddings ? 0 : rows * bytes_of(m.dtype);
-  const double plain = value_or_fail(count_parameters(m)).total * bytes_of(m.dtype) - embedding;
-  const double plain_s = value_or_fail(model_budget(step, spec)).weights_time_s;
-  step.weight_dtype = step.memory_floor_dtype = *packed;
-  step.memory_floor_s = plain_s * (model.weight_bytes() - embedding) / plain;
-}
-
-BenchRow step_row(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
-                  const ThisMachine& machine, const Cost& cost, const Timing& timing, bool graph,
-                  const std::optional<std::int64_t>& launches) {
-  ModelStep step{.model = model.config().model,
-                 .phase = point.phase,
-                 .seqlen = point.phase == Phase::decode ? point.seqlen + 1 : point.seqlen,
-                 .batch = point.batch,
-                 .pipeline = point.phase == Phase::decode ? Pipeline::split_kv : point.pipeline};
-  step.model.dtype = model.dtype();
-  step.graph = graph;
-  step.launches = launches ? static_cast<double>(*launches) : cost.launches;
-  count_packed(model, machine.spec, step);
-  const bool cuda = machine.device.kind == Device::Kind::cuda;
-  const ModelBudget budget = value_or_fail(model_budget(step, machine.spec));
-  BenchRow row = model_row(point, model, axes,
-                           !cuda   ? "step"
-                           : graph ? "step (graph)"
-                                   : "step (stream)",
-                           cost, timing);
+BenchRow step_row(const StepResult& result, const Transformer& model, const ThisMachine& machine,
+                  bool graph) {
+  const ModelBudget budget = budget_of(result, model, machine.spec, graph);
+  const Timing& timing = graph ? *result.graph : *result.stream;
+  const ModelPoint& point = result.point;
+  BenchRow row = model_row(point, model,
+                           !result.launches_counted ? "step"
+                           : graph                  ? "step (graph)"
+                                                    : "step (stream)",
+                           result.cost, timing);
   row.kernel = "all of them";
-  row.predicted = value_or_fail(predict(cost, machine.spec, convention_of(machine, graph)));
+  row.predicted =
+      value_or_fail(predict(result.cost, machine.spec, launches_in(machine.spec, graph)));
   row.predicted.time_s = budget.time_s;
   row.predicted.wall = budget.wall;
   row.bound_s = budget.device_time_s;
   const double median_s = timing.seconds.median;
-  row.more["launches_counted"] = launches ? Json(*launches) : Json();
+  row.more["launches_counted"] = result.launches_counted ? Json(*result.launches_counted) : Json();
   row.more["predicted_gemm_time_s"] = number(budget.gemm_time_s);
   row.more["predicted_attention_time_s"] = number(budget.attention_time_s);
   row.more["predicted_elementwise_time_s"] = number(budget.elementwise_time_s);
   row.more["predicted_dispatch_time_s"] = number(budget.dispatch_time_s);
+  row.kept["predicted_attention_time_share"] = number(budget.attention_time_share);
+  row.kept["predicted_gain_over_unfused"] = number(budget.gain_over_unfused);
+  row.kept["launches"] = number(result.cost.launches);
+  for (const OperationResult& operation : result.operations) {
+    if (operation.group.name == "attention") {
+      row.kept["attention_time_share"] =
+          number(operation.timing.seconds.median / timing.seconds.median);
+    }
+  }
   row.more["attention_share"] = number(budget.attention_share);
   row.more["weight_bytes"] = number(model.weight_bytes());
   row.more["weights_time_s"] = number(budget.weights_time_s);
@@ -283,15 +125,23 @@ BenchRow step_row(const ModelPoint& point, const Transformer& model, const Model
   return row;
 }
 
-BenchRow operation_row(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
-                       const ThisMachine& machine, const OperationGroup& group,
-                       const Timing& timing, double step_s) {
-  BenchRow row = model_row(point, model, axes, group.name, group.cost, timing);
-  row.kernel = group.kernel;
-  const bool graph = machine.device.kind == Device::Kind::cuda;
-  row.predicted = value_or_fail(predict(group.cost, machine.spec, convention_of(machine, graph)));
-  row.bound_s = std::max(row.predicted.time_compute_s, row.predicted.time_bandwidth_s);
-  row.more["share_of_step"] = number(timing.seconds.median / step_s);
+BenchRow operation_row(const StepResult& result, const OperationResult& operation,
+                       const Transformer& model) {
+  BenchRow row =
+      model_row(result.point, model, operation.group.name, operation.group.cost, operation.timing);
+  row.kernel = operation.group.kernel;
+  row.predicted = operation.predicted;
+  row.bound_s = operation.bound_s();
+  row.wall_measured = to_string(operation.measured.wall);
+  row.wall_reason = operation.measured.reason;
+  const WallVerdict& m = operation.measured;
+  row.more["elasticity"] = m.has_elasticity ? number(m.elasticity) : Json();
+  row.more["flop_exponent"] = m.has_flop_exponent ? number(m.flop_exponent) : Json();
+  row.more["launch_share"] = m.has_launch_share ? number(m.launch_share) : Json();
+  row.more["what_moves"] = what_moves(operation);
+  const double share = operation.timing.seconds.median / result.best().seconds.median;
+  row.more["share_of_step"] = number(share);
+  row.kept["share_of_step"] = number(share);
   return row;
 }
 
@@ -299,38 +149,51 @@ BenchRow operation_row(const ModelPoint& point, const Transformer& model, const 
 void bench_point(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
                  const Common& common, const ThisMachine& machine, Progress& progress,
                  std::vector<BenchRow>& rows) {
-  const TransformerSession session = session_of(model, axes, point);
-  const std::vector<OperationGroup> groups = groups_of(session.operations(point.phase));
-  Cost all;
-  for (const OperationGroup& group : groups) {
-    add_cost(group.cost, all);
+  const StepResult result =
+      time_step(point, model, machine.spec,
+                {.rule = rule_of(common),
+                 .operations = axes.operations,
+                 .evidence = axes.evidence,
+                 .progress = [&](const std::string& what) { progress.step(what); }});
+  rows.push_back(step_row(result, model, machine, false));
+  if (result.graph) {
+    rows.push_back(step_row(result, model, machine, true));
   }
-  const bool cuda = machine.device.kind == Device::Kind::cuda;
-  std::optional<std::int64_t> launches;
-  if (cuda) {
-    launches = value_or_fail(session.count_launches(point.phase));
+  for (const OperationResult& operation : result.operations) {
+    rows.push_back(operation_row(result, operation, model));
   }
-  const Timer timer(machine, common, session);
-  const Work step = [&] { return session.queue(point.phase, timer.stream()); };
-  double step_s = 0;
-  for (const bool graph : cuda ? std::vector{false, true} : std::vector{false}) {
-    const Timing timing = timer.time(step, graph ? Queueing::graph : Queueing::stream);
-    step_s = timing.seconds.median;
-    rows.push_back(step_row(point, model, axes, machine, all, timing, graph, launches));
+}
+
+/// A decode step while prefills run on another stream, both timed alone and together.
+void bench_interference(const ModelPoint& point, const Transformer& model, const ModelAxes& axes,
+                        const Common& common, const ThisMachine& machine,
+                        std::vector<BenchRow>& rows) {
+  const Interference both =
+      value_or_fail(time_interference(point, *axes.beside_prefill, model, rule_of(common)));
+  StepResult result;
+  result.point = point;
+  for (const StepOperation& operation :
+       value_or_fail(session_at(model, point)).operations(Phase::decode)) {
+    add_cost(operation.cost, result.cost);
   }
-  for (const OperationGroup& group : axes.operations ? groups : std::vector<OperationGroup>{}) {
-    progress.step(fmt::format("{} {}: {}", to_string(point.phase), point.seqlen, group.name));
-    const Work work = [&] {
-      for (const StepOperation& operation : group.operations) {
-        if (Status s = operation.queue(timer.stream()); !s) {
-          return s;
-        }
-      }
-      return Status::ok();
-    };
-    const Timing timing = timer.time(work, cuda ? Queueing::graph : Queueing::stream);
-    rows.push_back(operation_row(point, model, axes, machine, group, timing, step_s));
-  }
+  const ModelBudget budget = budget_of(result, model, machine.spec, true);
+  BenchRow row =
+      model_row(point, model, "step (graph) beside a prefill", result.cost, both.decode_beside);
+  row.kernel = "all of them";
+  row.predicted =
+      value_or_fail(predict(result.cost, machine.spec, launches_in(machine.spec, true)));
+  row.predicted.time_s = budget.time_s;  // alone: what is shared is not modelled
+  row.bound_s = budget.device_time_s;
+  row.wall_reason = "two streams share the device";
+  row.kept["prefill_seqlen"] = *axes.beside_prefill;
+  row.kept["alone_s"] = number(both.decode_alone.seconds.median);
+  row.kept["slowdown"] =
+      number(both.decode_beside.seconds.median / both.decode_alone.seconds.median);
+  row.kept["prefill_alone_s"] = number(both.prefill_alone.seconds.median);
+  row.kept["prefill_beside_s"] = number(both.prefill_beside.median);
+  row.kept["prefill_slowdown"] =
+      number(both.prefill_beside.median / both.prefill_alone.seconds.median);
+  rows.push_back(std::move(row));
 }
 
 std::vector<ModelPoint> grid_of(const ModelAxes& axes) {
@@ -345,8 +208,9 @@ std::vector<ModelPoint> grid_of(const ModelAxes& axes) {
         for (const bool fuse : axes.fuse) {
           // Decode has one pipeline.
           for (std::size_t i = 0; i < (prefill ? axes.pipelines.size() : 1); ++i) {
-            grid.push_back(
-                {prefill ? Phase::prefill : Phase::decode, seqlen, batch, axes.pipelines[i], fuse});
+            grid.push_back({prefill ? Phase::prefill : Phase::decode, seqlen, batch,
+                            axes.pipelines[i], fuse, axes.page_size, axes.seed.value_or(1),
+                            axes.kv_dtype});
           }
         }
       }
@@ -415,7 +279,8 @@ void write_logits(const ModelAxes& axes, const Common& common, Context& context)
                                                      .page_size = axes.page_size,
                                                      .prefill = axes.pipelines.front(),
                                                      .fuse = axes.fuse.front(),
-                                                     .all_logits = true}));
+                                                     .all_logits = true,
+                                                     .kv_dtype = axes.kv_dtype}));
   const std::int64_t vocab = model.config().model.vocab_size;
   Output all = make_output({batch, count, vocab}, axes.logits, "--logits");
   auto* const logits = reinterpret_cast<float*>(all.array.data.get());
@@ -454,7 +319,7 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
   }
   check_dtypes(common.dtypes);
   if (!axes.model.empty()) {
-    (void)config_of(axes.model);  // refused before anything is measured
+    (void)transformer_config(axes.model);  // refused before anything is measured
   }
   if (!axes.tokens.empty()) {
     write_logits(axes, common, context);
@@ -462,7 +327,11 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
   }
   const Baseline baseline = baseline_of(common);
   const std::vector<ModelPoint> grid = grid_of(axes);
-  const ThisMachine machine = this_machine(common.device, 0, false, "bench");
+  ThisMachine machine = this_machine(common.device, 0, false, "bench");
+  machine.spec = at_sustained_rates(std::move(machine.spec));
+  if (axes.beside_prefill && machine.device.kind != Device::Kind::cuda) {
+    fail_flag("--beside-prefill", "a CPU", "--device cuda: a CPU has no streams");
+  }
   std::vector<BenchRow> rows;
   Progress progress("bench");
   for (const DType dtype : dtypes_of(common, machine.device)) {
@@ -472,6 +341,10 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
       for (std::size_t i = 0; i < grid.size(); ++i) {
         progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
         bench_point(grid[i], model, axes, common, machine, progress, rows);
+        if (axes.beside_prefill && grid[i].phase == Phase::decode) {
+          progress.step("beside a prefill");
+          bench_interference(grid[i], model, axes, common, machine, rows);
+        }
       }
     }
   }
@@ -512,6 +385,9 @@ void add_bench_model(CLI::App& bench, Context& context) {
   add_pipelines(*command, axes->pipelines, "of the prefill's attention");
   add_switches(*command, "--fuse", axes->fuse,
                "residual add with RMSNorm, SiLU with its product, RoPE with the append");
+  add_dtype(*command, "--kv-dtype", axes->kv_dtype,
+            "of the cache: int8 or e4m3, with a factor for each token and head (default: the "
+            "model's)");
   add_length(*command, "--page-size", axes->page_size, "tokens of a page of the cache",
              {1, 1 << 20});
   add_length(*command, "--seed", axes->seed, "of random weights and prompts (default: 1)",
@@ -521,6 +397,11 @@ void add_bench_model(CLI::App& bench, Context& context) {
   add_length(*command, "--group-size", axes->group_size, "elements that share a scale, of int4",
              {32, 128});
   add_switch(*command, "--operations", axes->operations, "time each operation by itself too");
+  add_switch(*command, "--evidence", axes->evidence,
+             "and time it on other sizes, which name its wall");
+  add_length(*command, "--beside-prefill", axes->beside_prefill,
+             "decode on a GPU: also while prefills of so many tokens run on another stream",
+             {1, 1 << 20});
   CLI::Option* tokens = add_text(*command, "--tokens", axes->tokens,
                                  "no timing: run these, [batch, tokens]", "FILE.npy");
   CLI::Option* logits = add_text(*command, "--logits", axes->logits,
@@ -533,8 +414,9 @@ void add_bench_model(CLI::App& bench, Context& context) {
   tokens->needs(logits);
   logits->needs(tokens);
   add_common(*command, *common, context);
-  for (const char* const timing : {"--phase", "--seqlen", "--batch", "--operations", "--time",
-                                   "--out", "--baseline", "--threshold"}) {
+  for (const char* const timing :
+       {"--phase", "--seqlen", "--batch", "--operations", "--evidence", "--beside-prefill",
+        "--time", "--out", "--baseline", "--threshold"}) {
     tokens->excludes(command->get_option(timing));
   }
   command->callback([axes, common, command, &context] {

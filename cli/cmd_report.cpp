@@ -15,6 +15,7 @@
 #include "cli/progress.h"
 #include "cli/qkv.h"
 #include "cli/report_data.h"
+#include "cli/report_model.h"
 
 namespace rafter::cli {
 namespace {
@@ -27,6 +28,9 @@ std::array<DType, 2> dtypes_of(const Device& device) {
 
 struct Options {
   std::string out = "report.html";
+  std::string model;
+  std::optional<std::int64_t> seqlen;
+  std::int64_t batch = 1;
   QkvFlags qkv;
   std::string device;
   bool quick = false;
@@ -346,6 +350,17 @@ void check_page(const Options& options, const Status& status) {
 }
 
 void report(const Options& options, Context& context) {
+  if (!options.model.empty()) {
+    report_model({.model = options.model,
+                  .seqlen = options.seqlen,
+                  .batch = options.batch,
+                  .out = options.out,
+                  .device = options.device,
+                  .quick = options.quick,
+                  .probe = options.probe},
+                 context);
+    return;
+  }
   const auto start = std::chrono::steady_clock::now();
   // Everything that can be refused is refused before the long work.
   const std::optional<UserData> user = read_user_data(options.qkv);
@@ -391,12 +406,25 @@ void add_report(CLI::App& app, Context& context) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
       "report", "probe this machine, run the three pipelines, write one page with rooflines");
-  command->footer(
-      examples({{"rafter report", "report.html, on random data, in under two minutes"},
-                {"rafter report --qkv qkv.safetensors", "on your own q, k, v"},
-                {"rafter report --device cuda", "the same of the GPU"},
-                {"rafter report --quick --out /tmp/r.html", "fewer lengths, shorter samples"}}));
+  command->footer(examples(
+      {{"rafter report", "report.html, on random data, in under two minutes"},
+       {"rafter report --qkv qkv.safetensors", "on your own q, k, v"},
+       {"rafter report --device cuda", "the same of the GPU"},
+       {"rafter report --model reference-60m", "a small model on this CPU, operation by operation"},
+       {"rafter report --model reference-7b --device cuda", "the 7B reference on the GPU"},
+       {"rafter report --quick --out /tmp/r.html", "fewer lengths, shorter samples"}}));
   add_text(*command, "--out", options->out, "where the page goes", "FILE.html");
+  CLI::Option* model =
+      add_text(*command, "--model", options->model,
+               "a page about a whole model instead: a built-in one or a config.json, with random "
+               "weights, or a Hugging Face folder",
+               "NAME|FILE|FOLDER");
+  add_length(*command, "--seqlen", options->seqlen,
+             "with --model: tokens of the prompt and of the context (default: 4096 on a GPU, 512)",
+             {1, 1 << 20})
+      ->needs(model);
+  add_length(*command, "--batch", options->batch, "with --model: sequences", {1, 65536})
+      ->needs(model);
   add_qkv(*command, options->qkv);
   add_switch(*command, "--quick", options->quick, "lengths up to 1024, shorter samples");
   add_switch(*command, "--probe", options->probe,
@@ -404,7 +432,11 @@ void add_report(CLI::App& app, Context& context) {
   add_text(*command, "--device", options->device,
            "cpu (the default) or cuda with its probe file, else a quick probe; or such a file",
            "cpu|cuda|FILE.json");
-  add_length(*command, "--threads", options->threads, "threads (0: all cores)", {0, 4096});
+  model->excludes(
+      add_length(*command, "--threads", options->threads, "threads (0: all cores)", {0, 4096}));
+  for (const char* const tensors : {"--q", "--k", "--v", "--qkv"}) {
+    model->excludes(command->get_option(tensors));
+  }
   add_format(*command, context);
   command->callback([options, &context] { report(*options, context); });
 }

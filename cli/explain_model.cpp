@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cli/explain.h"
+#include "cli/timed_model.h"
 
 namespace rafter::cli {
 namespace {
@@ -69,6 +70,10 @@ Json model_json(const ModelConfig& model) {
   json["heads_q"] = model.heads_q;
   json["heads_kv"] = model.heads_kv;
   json["head_dim"] = model.head_dim;
+  if (model.has_experts()) {
+    json["num_experts"] = model.num_experts;
+    json["experts_per_token"] = model.experts_per_token;
+  }
   return json;
 }
 
@@ -81,7 +86,7 @@ struct ModelOptions {
   std::optional<bool> causal;
   std::optional<double> launches, memory_floor_s, gain;
   DType memory_floor_dtype = DType::bf16;
-  bool graph = false, all_logits = false;
+  bool graph = false, all_logits = false, sustained = false;
 };
 
 std::int64_t batch_of(const ModelOptions& options) {
@@ -134,6 +139,10 @@ void append_budget(Document& document, const ModelBudget& b) {
   document.set("elementwise_flops", b.elementwise_flops);
   document.set("attention_share", b.attention_share);
   document.set("bytes", b.bytes).set("weight_bytes", b.weight_bytes);
+  document.set("weight_resident_bytes", b.weight_resident_bytes);
+  if (b.experts_read > 0) {
+    document.set("experts_read", b.experts_read);
+  }
   document.set("kv_bytes", b.kv_bytes).set("attention_bytes", b.attention_bytes);
   document.set("elementwise_bytes", b.elementwise_bytes);
   document.set("activation_bytes", b.activation_bytes);
@@ -164,6 +173,7 @@ void append_budget(Document& document, const ModelBudget& b) {
     document.missing("max_batch", "needs a length above 0 and a device whose capacity is known");
     document.hide("max_batch_reason");
   }
+  document.set("ceilings", ceilings_json(b.ceilings));
 }
 
 void label_budget(Document& document) {
@@ -185,11 +195,53 @@ void label_budget(Document& document) {
   document.label("amdahl", "Why not more (Amdahl)").label("share", "attention's share, unfused");
   document.label("speedup", "times faster attention became").label("gain", "times faster in all");
   document.label("bound", "at most, with free attention");
+  document.label("weight_resident_bytes", "  weights held in memory");
+  document.label("experts_read", "  experts of a layer that are met");
+  document.label("ceilings", "While an idea is not applied: ceilings, lowest first");
+  document.label("flop_per_s", "rate").label("advice", "what lifts it");
   document.label("max_batch", "sequences that fit").label("tokens_per_s", "tokens each second");
 }
 
+/// The smallest batch at which a decode step's intensity, or that of its products alone, reaches
+/// the ridge: both grow with the batch, the step's only up to that of its cache.
+void set_ridge_batches(Document& document, ModelStep step, const DeviceSpec& device,
+                       const Convention& convention) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 20;
+  const auto smallest = [&](double ModelBudget::*intensity) -> std::optional<std::int64_t> {
+    const auto reaches = [&](std::int64_t batch) {
+      step.batch = batch;
+      const ModelBudget b = value_or_fail(model_budget(step, device, convention));
+      return b.*intensity >= b.ridge_flop_per_byte;
+    };
+    std::int64_t low = 0, high = kMost;
+    if (!reaches(high)) {
+      return std::nullopt;
+    }
+    while (high - low > 1) {
+      const std::int64_t middle = low + (high - low) / 2;
+      (reaches(middle) ? high : low) = middle;
+    }
+    return high;
+  };
+  for (const auto& [key, intensity, label] :
+       {std::tuple{"gemm_ridge_batch", &ModelBudget::gemm_intensity_flop_per_byte,
+                   "batch whose products reach the ridge"},
+        std::tuple{"ridge_batch", &ModelBudget::intensity_flop_per_byte,
+                   "batch whose step reaches the ridge"}}) {
+    if (const std::optional<std::int64_t> batch = smallest(intensity)) {
+      document.set(key, Json(*batch));
+    } else {
+      document.missing(key, "no batch up to 2^20 does: each sequence brings its own cache");
+    }
+    document.label(key, label);
+  }
+}
+
 void explain_model(const ModelOptions& options, const Context& context) {
-  const DeviceSpec device = device_of(options.explain);
+  DeviceSpec device = device_of(options.explain);
+  if (options.sustained) {
+    device = at_sustained_rates(std::move(device));
+  }
   const Convention convention = convention_of(options.explain, device);
   const ModelStep step = step_of(options);
   const ModelBudget budget = value_or_fail(model_budget(step, device, convention));
@@ -212,6 +264,9 @@ void explain_model(const ModelOptions& options, const Context& context) {
           ? fmt::format("{:.1f}%", 100 * budget.dispatch_fraction)
           : "an unknown part"));
   append_budget(document, budget);
+  if (step.phase == Phase::decode) {
+    set_ridge_batches(document, step, device, convention);
+  }
   const ModelLengths lengths = value_or_fail(model_lengths(step.model, convention));
   constexpr const char* kNever = "attention grows no faster than the products";
   set_or_missing(document, "attention_equals_gemm_seqlen", lengths.attention_equals_gemm_seqlen,
@@ -260,6 +315,8 @@ void add_phase(CLI::App& parent, Context& context, Phase phase) {
   add_real(*command, "--launches", options->launches,
            "kernels launched (default: counted from the model)");
   add_switch(*command, "--graph", options->graph, "captured: one submission, not many launches");
+  add_switch(*command, "--sustained", options->sustained,
+             "products at the rate that the probe saw held, not in its burst of 0.1 s");
   if (prefill) {
     add_switch(*command, "--causal", options->causal,
                "causal attention (default: as the convention)");

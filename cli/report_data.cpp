@@ -171,18 +171,7 @@ Json accuracy_json(const ReportAccuracy& a) {
 }
 
 Json alerts_json(const ReportContent& content) {
-  Json alerts = Json::array();
-  if (!content.machine.distrust.empty()) {
-    alerts.push_back(
-        fmt::format("The ceilings cannot be trusted: {}. Predictions below inherit it.",
-                    content.machine.distrust));
-  }
-  if (!content.machine.noisy.empty()) {
-    alerts.push_back(fmt::format(
-        "A noisy machine: {} of its measured figures spread over more than {:.0f}% between their "
-        "10th and 90th percentile (marked below).",
-        content.machine.noisy.size(), 100 * kNoisySpread));
-  }
+  Json alerts = machine_alerts(content.machine);
   std::int64_t above = 0;
   for (const ReportPoint& point : content.points) {
     above += point.result.refusal.empty() && point.result.share_of_bound() > 1.02 ? 1 : 0;
@@ -306,10 +295,23 @@ Json model_check_grid() {
   return grid;
 }
 
-Json report_json(const ReportContent& content) {
-  const DeviceSpec& spec = content.machine.spec;
-  Json report = Json::object();
-  report["schema"] = "rafter-report-1";
+Json machine_alerts(const ThisMachine& machine) {
+  Json alerts = Json::array();
+  if (!machine.distrust.empty()) {
+    alerts.push_back(fmt::format(
+        "The ceilings cannot be trusted: {}. Predictions below inherit it.", machine.distrust));
+  }
+  if (!machine.noisy.empty()) {
+    alerts.push_back(fmt::format(
+        "A noisy machine: {} of its measured figures spread over more than {:.0f}% between their "
+        "10th and 90th percentile (marked below).",
+        machine.noisy.size(), 100 * kNoisySpread));
+  }
+  return alerts;
+}
+
+void set_machine(const ThisMachine& machine, const std::string& data_source, Json& report) {
+  const DeviceSpec& spec = machine.spec;
   Json notes = Json::object();
   for (const auto& [key, text] : spec.notes) {
     notes[key] = text;
@@ -317,16 +319,30 @@ Json report_json(const ReportContent& content) {
   report["machine"] = Json{{"name", spec.name},
                            {"title", spec.title},
                            {"notes", notes},
-                           {"noisy", Json(content.machine.noisy)},
-                           {"trusted", content.machine.distrust.empty()}};
+                           {"noisy", Json(machine.noisy)},
+                           {"trusted", machine.distrust.empty()}};
   std::map<std::string, std::string> now;
   for (auto& [key, value] : describe_this_machine()) {
     now[key] = value;
   }
   report["subtitle"] = fmt::format("{} · {} · commit {} · {}", now["date"].substr(0, 10),
-                                   content.data_source, now["commit"], now["compiler"]);
+                                   data_source, now["commit"], now["compiler"]);
   report["date"] = now["date"];
   report["commit"] = now["commit"];
+  report["ceilings"] = ceilings_json(spec);
+  report["ceilings_note"] = fmt::format(
+      "{}. Spread: from the 10th to the 90th percentile, over the latter. “As f32”: the machine "
+      "has "
+      "no products of that dtype, so operands widen.",
+      machine.fresh ? "Probed for this report" : fmt::format("From the {}", machine.source));
+  report["figures"] = figures_json(spec);
+}
+
+Json report_json(const ReportContent& content) {
+  const DeviceSpec& spec = content.machine.spec;
+  Json report = Json::object();
+  report["schema"] = "rafter-report-1";
+  set_machine(content.machine, content.data_source, report);
   report["alerts"] = alerts_json(content);
   Json verdicts = Json::array();
   for (Pipeline pipeline : kPipelines) {
@@ -336,14 +352,6 @@ Json report_json(const ReportContent& content) {
                             {"sentence", sentence.text}});
   }
   report["verdicts"] = std::move(verdicts);
-  report["ceilings"] = ceilings_json(spec);
-  report["ceilings_note"] = fmt::format(
-      "{}. Spread: from the 10th to the 90th percentile, over the latter. “As f32”: the machine "
-      "has "
-      "no products of that dtype, so operands widen.",
-      content.machine.fresh ? "Probed for this report"
-                            : fmt::format("From the {}", content.machine.source));
-  report["figures"] = figures_json(spec);
   report["shape"] = Json{{"batch", content.shape.batch},
                          {"heads_q", content.shape.heads_q},
                          {"heads_kv", content.shape.heads_kv},

@@ -39,6 +39,11 @@ struct ReportContent {
 };
 
 Json report_json(const ReportContent& content);
+/// What every report says of the machine: "machine", "subtitle", "date", "commit", "ceilings",
+/// "figures".
+void set_machine(const ThisMachine& machine, const std::string& data_source, Json& report);
+/// What is to be known of the machine's ceilings before anything else.
+Json machine_alerts(const ThisMachine& machine);
 /// The page, self-contained. The same JSON gives the same bytes.
 std::string report_html(const Json& report);
 

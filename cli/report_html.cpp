@@ -47,7 +47,8 @@ std::string_view embedded(std::string_view name) {
 
 std::string report_html(const Json& report) {
   std::string page;
-  std::string_view rest = embedded("template.html");
+  const bool of_model = report.value("schema", "") == "rafter-model-report-1";
+  std::string_view rest = embedded(of_model ? "step_template.html" : "template.html");
   for (std::size_t open = rest.find("{{"); open != std::string_view::npos; open = rest.find("{{")) {
     const std::size_t close = rest.find("}}", open);
     const std::string_view name = rest.substr(open + 2, close - open - 2);

@@ -1,6 +1,7 @@
 // A log-log roofline on Chart.js: roofs and ridge with their labels, modelled points hollow, measured
 // ones filled with error bars, the launch cost as a short cap above each modelled point.
-const PIPELINE_MARK = {'unfused': 'triangle', 'half-fused': 'rectRot', 'fused': 'circle'};
+const PIPELINE_MARK = {'unfused': 'triangle', 'half-fused': 'rectRot', 'fused': 'circle',
+  'products': 'triangle', 'elementwise': 'rectRot', 'attention': 'circle'};
 
 function cssColour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
@@ -164,7 +165,7 @@ const rooflinePlugin = {
 
 function rooflineDatasets(points) {
   const sets = [];
-  for (const pipeline of RafterModel.PIPELINES) {
+  for (const pipeline of Object.keys(PIPELINE_MARK)) {
     for (const measured of [false, true]) {
       const data = points.filter((p) => p.pipeline === pipeline && p.measured === measured);
       if (data.length === 0) continue;

@@ -55,7 +55,8 @@ double sum_of(const nlohmann::ordered_json& rows, const char* key, bool steps) {
 TEST(BenchModel, AStepIsTheSumOfItsOperations) {
   const Scene scene;
   for (const char* phase : {"prefill", "decode"}) {
-    const auto rows = run_json(scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2"}))
+    const auto rows = run_json(scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2",
+                                            "--evidence", "0"}))
                           .at("benchmarks");
     for (const char* key : {"flops", "bytes", "launches"}) {
       EXPECT_NEAR(sum_of(rows, key, true), sum_of(rows, key, false), 1e-6) << key;
@@ -114,7 +115,9 @@ TEST(BenchModel, ProductsAndAttentionAreOfTheFlopsThatExplainModelPredicts) {
         run_json({"explain", "model", phase, "--model", scene.folder / "config.json", "--device",
                   scene.folder / "cpu.json", "--seqlen", keys, "--batch", "2"});
     const auto rows =
-        run_json(scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2"}), kOneThread)
+        run_json(
+            scene.bench({"--phase", phase, "--seqlen", "20", "--batch", "2", "--evidence", "0"}),
+            kOneThread)
             .at("benchmarks");
     double products = 0, attention = 0;
     for (const auto& row : rows) {
@@ -142,6 +145,35 @@ TEST(BenchModel, UnfusedIsMoreLaunches) {
   // of all has no add.
   EXPECT_EQ(rows.at(0).at("launches").get<int>() - rows.at(1).at("launches").get<int>(), 3 * 4);
   EXPECT_TRUE(rows.at(0).at("launches_counted").is_null());  // a CPU has none
+}
+
+TEST(BenchModel, EveryOperationHasAWallAndWhatWouldMoveIt) {
+  const Scene scene;
+  for (const char* phase : {"prefill", "decode"}) {
+    const auto rows =
+        run_json(scene.bench({"--phase", phase, "--seqlen", "16"}), kOneThread).at("benchmarks");
+    const auto& words = ::testing::AnyOf("compute", "bandwidth", "dispatch", "mixed", "ambiguous");
+    bool measured = false;
+    for (const auto& row : rows) {
+      EXPECT_THAT(row.at("wall_measured").get<std::string>(), words);
+      if (row.at("case").at("operation") == "step") {
+        continue;
+      }
+      EXPECT_FALSE(row.at("what_moves").get<std::string>().empty()) << row;
+      measured = measured || !row.at("elasticity").is_null();
+      // A product has a companion of twice its width, and every operation one of other rows.
+      if (row.at("case").at("operation") == "gate_up") {
+        EXPECT_FALSE(row.at("elasticity").is_null()) << row;
+      }
+    }
+    EXPECT_TRUE(measured);
+  }
+  const auto rows =
+      run_json(scene.bench({"--phase", "decode", "--seqlen", "16", "--evidence", "0"}), kOneThread)
+          .at("benchmarks");
+  for (const auto& row : rows) {
+    EXPECT_EQ(row.at("wall_measured"), "ambiguous");
+  }
 }
 
 TEST(BenchModel, LogitsOfAPrefillAreThoseOfDecodingTokenByToken) {
@@ -192,6 +224,9 @@ TEST(BenchModel, RefusesByName) {
   expect_refused({"bench", "model", "--model", scene.folder.path(), "--seed", "2", "--tokens",
                   "t.npy", "--logits", "l.npy"},
                  {"--seed", "random weights"});
+  expect_refused(scene.bench({"--phase", "decode", "--beside-prefill", "8"}),
+                 {"--beside-prefill", "cuda"});
+  expect_refused(scene.bench({"--phase", "decode", "--kv-dtype", "f16"}), {"--kv-dtype", "int8"});
   const auto with_tokens = [](const char* flag, const char* value,
                               const std::vector<std::string>& words) {
     expect_refused({"bench", "model", "--tokens", "t.npy", "--logits", "l.npy", flag, value},

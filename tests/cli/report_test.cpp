@@ -72,5 +72,60 @@ TEST(ReportCommand, RefusesWhatItDoesNotKnow) {
   expect_refused({"report", "--threads", "x"}, {"--threads"});
 }
 
+TEST(ReportCommand, ShowsAModelOperationByOperation) {
+  const TemporaryFolder folder;
+  std::ofstream(folder / "config.json")
+      << R"({"model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+  "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+  "torch_dtype": "float32"})";
+  const std::string path = folder / "report.html";
+  const auto document = run_json(
+      {"report", "--model", folder / "config.json", "--quick", "--seqlen", "16", "--out", path});
+  const std::string page = contents_of(path);
+  ASSERT_EQ(document.at("steps").size(), 2U);
+  for (const auto& step : document.at("steps")) {
+    double time_s = 0, flops = 0, launches = 0;
+    for (const auto& row : step.at("operations")) {
+      for (const char* key : {"bytes", "predicted_time_s", "time_s"}) {
+        EXPECT_GT(row.at(key).get<double>(), 0) << row;
+      }
+      for (const char* key : {"kernel", "wall_predicted", "wall_measured", "what_moves"}) {
+        EXPECT_FALSE(row.at(key).get<std::string>().empty()) << row;
+        EXPECT_NE(page.find(row.at(key).get<std::string>()), std::string::npos) << row.at(key);
+      }
+      EXPECT_NE(page.find("\"operation\":\"" + row.at("operation").get<std::string>()),
+                std::string::npos);
+      time_s += row.at("time_s").get<double>();
+      flops += row.at("flops").get<double>();
+      launches += row.at("launches").get<double>();
+    }
+    EXPECT_NEAR(flops, step.at("flops").get<double>(), 1e-9 * flops);
+    EXPECT_EQ(launches, step.at("launches").get<double>());
+    EXPECT_NEAR(step.at("timeline").at("operations_sum_s").get<double>(), time_s, 1e-9 * time_s);
+    // A layer in the order it runs, each operation beginning where the one before ends.
+    const auto& layer = step.at("timeline").at("layer");
+    ASSERT_GE(layer.size(), 9U);
+    EXPECT_EQ(layer.at(1).at("operation"), "qkv");
+    double end = 0;
+    for (const auto& bar : layer) {
+      EXPECT_NEAR(bar.at("start_s").get<double>(), end, 1e-12);
+      end += bar.at("time_s").get<double>();
+    }
+  }
+  // The roofs of a prefill that lacks an idea, at many lengths.
+  ASSERT_GE(document.at("prefill_ceilings").size(), 10U);
+  for (const auto& length : document.at("prefill_ceilings")) {
+    bool untiled = false;
+    for (const auto& ceiling : length.at("ceilings")) {
+      untiled = untiled || ceiling.at("name") == "no tiling";
+    }
+    EXPECT_TRUE(untiled);
+  }
+  EXPECT_EQ(page.find("{{"), std::string::npos);
+  expect_refused({"report", "--model", "gpt-5", "--out", path}, {"--model", "reference-60m"});
+  expect_refused({"report", "--seqlen", "8"}, {"--seqlen", "--model"});
+  expect_refused({"report", "--model", "reference-60m", "--qkv", kUserData}, {"--qkv", "--model"});
+}
+
 }  // namespace
 }  // namespace rafter::test
