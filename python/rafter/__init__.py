@@ -4,7 +4,7 @@ rafter.attention and rafter.decode compute exact attention on arrays of any libr
 the CPU or a CUDA device; rafter.attention_backward its gradients; rafter.append writes new tokens
 into a cache; rafter.merge unites results over disjoint keys; rafter.explain says what attention
 costs and which wall it meets on any device; rafter.plan does both for work that is repeated.
-rafter.torch, imported on demand, has the functions that PyTorch models call.
+rafter.Transformer runs whole models. rafter.torch, imported on demand, has the functions that PyTorch models call.
 """
 
 import importlib
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import roofline
     from ._explain import Ceiling, Device, Explanation, Figure, devices, explain, kernels
     from ._plan import Plan, plan
+    from ._transformer import Session, Transformer
 
 # Imported when first asked for: attention itself needs none of it.
 _LATER = {
@@ -25,6 +26,8 @@ _LATER = {
     "Explanation": "_explain",
     "Figure": "_explain",
     "Plan": "_plan",
+    "Session": "_transformer",
+    "Transformer": "_transformer",
     "devices": "_explain",
     "explain": "_explain",
     "kernels": "_explain",
@@ -38,6 +41,8 @@ __all__ = [
     "Explanation",
     "Figure",
     "Plan",
+    "Session",
+    "Transformer",
     "__version__",
     "append",
     "attention",

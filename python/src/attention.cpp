@@ -31,27 +31,6 @@ MaxLengths max_lengths_of(nb::handle q, nb::handle kv) {
   return {length("max_seqlen_q", q), length("max_seqlen_kv", kv)};
 }
 
-/// "cpu", "cuda" or "cuda:N".
-Device device_of(const std::string& name) {
-  if (name == "cpu") {
-    return Device::cpu();
-  }
-  const std::string_view rest =
-      name.starts_with("cuda") ? std::string_view(name).substr(4) : std::string_view("?");
-  if (rest.empty()) {
-    return Device::cuda();
-  }
-  int index = 0;
-  const bool is_index = rest.size() > 1 && rest.size() < 6 && rest[0] == ':' &&
-                        rest.find_first_not_of("0123456789", 1) == std::string_view::npos;
-  if (is_index) {
-    index = std::stoi(std::string(rest.substr(1)));
-  } else {
-    raise_invalid("device", name, "cpu, cuda, cuda:0, cuda:1, ...");
-  }
-  return Device::cuda(index);
-}
-
 nb::dict problem_dict(const AttentionProblem& p) {
   nb::dict d;
   d["batch"] = p.batch;
@@ -82,7 +61,7 @@ DevicePlan plan_sizes(const nb::dict& sizes, const nb::tuple& options_, const st
   const Options options(options_);
   options.describe(problem);
   const Pass pass = value_or_raise(parse_pass(pass_));
-  const Device device = device_of(device_);
+  const Device device = device_named(device_);
   std::unique_ptr<DeviceSpec> spec;
   if (device_spec) {
     spec = std::make_unique<DeviceSpec>(device_spec_of(*device_spec));
@@ -136,6 +115,26 @@ void bind_plan(nb::module_& m) {
 }
 
 }  // namespace
+
+Device device_named(const std::string& name) {
+  if (name == "cpu") {
+    return Device::cpu();
+  }
+  const std::string_view rest =
+      name.starts_with("cuda") ? std::string_view(name).substr(4) : std::string_view("?");
+  if (rest.empty()) {
+    return Device::cuda();
+  }
+  int index = 0;
+  const bool is_index = rest.size() > 1 && rest.size() < 6 && rest[0] == ':' &&
+                        rest.find_first_not_of("0123456789", 1) == std::string_view::npos;
+  if (is_index) {
+    index = std::stoi(std::string(rest.substr(1)));
+  } else {
+    raise_invalid("device", name, "cpu, cuda, cuda:0, cuda:1, ...");
+  }
+  return Device::cuda(index);
+}
 
 void bind_attention(nb::module_& m) {
   bind_plan(m);

@@ -14,6 +14,10 @@ namespace nb = nanobind;
 
 void bind_attention(nb::module_& m);
 void bind_roofline(nb::module_& m);
+void bind_transformer(nb::module_& m);
+
+/// "cpu", "cuda" or "cuda:N".
+Device device_named(const std::string& name);
 
 /// A device by name, or by file when the text has a '/' or ends in .json.
 DeviceSpec device_spec_of(const std::string& name_or_file);
