@@ -342,13 +342,6 @@ void print(const ReportContent& content, const Json& report, const std::string& 
   document.print(context);
 }
 
-/// An i/o error of the page, by its flag.
-void check_page(const Options& options, const Status& status) {
-  if (!status) {
-    fail(Status(status.code(), "--out " + one_line(options.out), status.given(), status.allowed()));
-  }
-}
-
 void report(const Options& options, Context& context) {
   if (!options.model.empty()) {
     report_model({.model = options.model,
@@ -365,7 +358,7 @@ void report(const Options& options, Context& context) {
   // Everything that can be refused is refused before the long work.
   const std::optional<UserData> user = read_user_data(options.qkv);
   Result<OutputFile> file = OutputFile::create(options.out);
-  check_page(options, file.status());
+  check_page(options.out, file.status());
   ReportContent content;
   content.data_source = "random q, k, v";
   if (user) {
@@ -390,8 +383,8 @@ void report(const Options& options, Context& context) {
   content.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const Json json = report_json(content);
   const std::string page = report_html(json);
-  check_page(options, file->write(page.data(), page.size()));
-  check_page(options, file->commit());
+  check_page(options.out, file->write(page.data(), page.size()));
+  check_page(options.out, file->commit());
   print(content, json, options.out, context);
   for (const ReportAccuracy& row : content.accuracy) {
     if (!row.ok()) {

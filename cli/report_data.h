@@ -46,6 +46,8 @@ void set_machine(const ThisMachine& machine, const std::string& data_source, Jso
 Json machine_alerts(const ThisMachine& machine);
 /// The page, self-contained. The same JSON gives the same bytes.
 std::string report_html(const Json& report);
+/// Ends the command with an i/o error of the page, by its flag.
+void check_page(const std::string& out, const Status& status);
 
 /// The wall of a pipeline and what would move it, in one sentence, and a headline of a few words.
 struct Sentence {

@@ -45,6 +45,12 @@ std::string_view embedded(std::string_view name) {
 
 }  // namespace
 
+void check_page(const std::string& out, const Status& status) {
+  if (!status) {
+    fail(Status(status.code(), "--out " + one_line(out), status.given(), status.allowed()));
+  }
+}
+
 std::string report_html(const Json& report) {
   std::string page;
   const bool of_model = report.value("schema", "") == "rafter-model-report-1";

@@ -207,14 +207,15 @@ void print(const Json& report, const ThisMachine& machine, const std::string& pa
 void report_model(const ModelReportOptions& options, Context& context) {
   const auto start = std::chrono::steady_clock::now();
   (void)transformer_config(options.model);  // refused before anything is measured
-  OutputFile file = value_or_fail(OutputFile::create(options.out));
+  Result<OutputFile> file = OutputFile::create(options.out);
+  check_page(options.out, file.status());
   ThisMachine machine = this_machine(options.device, 0, options.probe, "report");
   machine.spec = at_sustained_rates(std::move(machine.spec));
   const bool gpu = machine.device.kind == Device::Kind::cuda;
   const std::int64_t seqlen = options.seqlen.value_or(gpu ? 4096 : options.quick ? 128 : 512);
   StepTiming how;
-  how.rule.min_time_s = options.quick ? 0.02 : 0.3;
-  how.rule.max_time_s = options.quick ? 0.1 : 3;
+  how.rule.min_time_s = options.quick ? 0.005 : 0.3;
+  how.rule.max_time_s = options.quick ? 0.03 : 3;
   Json steps = Json::array();
   Json ceilings;
   std::optional<TransformerConfig> config;
@@ -252,8 +253,8 @@ void report_model(const ModelReportOptions& options, Context& context) {
   report["method"] = method_json(machine, options, seconds);
   report["seconds"] = number(std::round(seconds * 10) / 10);
   const std::string page = report_html(report);
-  check(file.write(page.data(), page.size()));
-  check(file.commit());
+  check_page(options.out, file->write(page.data(), page.size()));
+  check_page(options.out, file->commit());
   print(report, machine, options.out, context);
 }
 

@@ -54,13 +54,13 @@ TransformerConfig transformer_config(const std::string& name) {
 }
 
 Transformer transformer_of(const std::string& given, std::uint64_t seed, const Device& device,
-                           DType dtype) {
+                           DType dtype, const WeightFormat& weights) {
   const std::string name = !given.empty()                      ? given
                            : device.kind == Device::Kind::cuda ? "reference-7b"
                                                                : "reference-60m";
-  return value_or_fail(has_weights(name)
-                           ? Transformer::load(name, device, dtype)
-                           : Transformer::random(transformer_config(name), seed, device, dtype));
+  return value_or_fail(has_weights(name) ? Transformer::load(name, device, dtype, weights)
+                                         : Transformer::random(transformer_config(name), seed,
+                                                               device, dtype, weights));
 }
 
 Result<TransformerSession> session_at(const Transformer& model, const ModelPoint& point,
@@ -194,7 +194,7 @@ Samples time_operations(const ModelPoint& point, const Transformer& model, const
 /// Layers enough that their weights are cold, few enough that companions are small.
 constexpr std::int64_t kFewLayers = 2;
 /// What counts as twice the work, in FLOPs and in bytes.
-constexpr double kLeastTwice = 1.75, kMostTwice = 2.3;
+constexpr double kLeastTwice = 1.6, kMostTwice = 2.3;
 /// Factors of FLOPs and bytes that are far enough apart to tell them (log2).
 constexpr double kApart = 0.4;
 
@@ -243,7 +243,7 @@ std::map<std::string, WallEvidence> operation_evidence(const ModelPoint& point,
   grouped.model.heads_q *= 2;
   const auto seed = static_cast<std::uint64_t>(point.seed);
   const auto made = [&](const TransformerConfig& config) {
-    return Transformer::random(config, seed, model.device(), model.dtype());
+    return Transformer::random(config, seed, model.device(), model.dtype(), model.weight_format());
   };
   const bool cuda = model.device().kind == Device::Kind::cuda;
   const Queueing queueing = cuda ? Queueing::graph : Queueing::stream;
@@ -416,6 +416,25 @@ Result<Interference> time_interference(const ModelPoint& decode, std::int64_t pr
   return result;
 }
 
+namespace {
+
+/// Quantised weights take what they do with their scales, lm_head in the model's dtype.
+void count_packed(const Transformer& model, const DeviceSpec& spec, ModelStep& step) {
+  const std::optional<DType> packed = model.weight_format().dtype;
+  if (!packed) {
+    return;
+  }
+  const ModelConfig& m = step.model;
+  const double rows = static_cast<double>(m.vocab_size) * static_cast<double>(m.hidden_size);
+  const double embedding = m.tie_word_embeddings ? 0 : rows * bytes_of(m.dtype);
+  const double plain = value_or_fail(count_parameters(m)).total * bytes_of(m.dtype) - embedding;
+  const double plain_s = value_or_fail(model_budget(step, spec)).weights_time_s;
+  step.weight_dtype = step.memory_floor_dtype = *packed;
+  step.memory_floor_s = plain_s * (model.weight_bytes() - embedding) / plain;
+}
+
+}  // namespace
+
 ModelBudget budget_of(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
                       bool graph) {
   const ModelPoint& point = result.point;
@@ -430,6 +449,7 @@ ModelBudget budget_of(const StepResult& result, const Transformer& model, const 
   step.graph = graph;
   step.launches = result.launches_counted ? static_cast<double>(*result.launches_counted)
                                           : result.cost.launches;
+  count_packed(model, spec, step);
   return value_or_fail(model_budget(step, spec));
 }
 

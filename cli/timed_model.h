@@ -32,7 +32,7 @@ TransformerConfig transformer_config(const std::string& name);
 bool has_weights(const std::string& name);
 /// Weights of a folder, or random ones of a built-in model or of a config.json.
 Transformer transformer_of(const std::string& name, std::uint64_t seed, const Device& device,
-                           DType dtype);
+                           DType dtype, const WeightFormat& weights = {});
 
 /// Generated tokens behind the context that a sample may add before it is set back.
 inline constexpr std::int64_t kSpareTokens = 8;
