@@ -127,7 +127,9 @@ def main():
             records.append({
                 "date": datetime.date.today().isoformat(), "commit": arguments.commit,
                 "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                "batch": batch, "causal": causal, "workspace_bytes": workspace, "call": name, "median_s": median,
+                "batch": batch, "causal": causal, "workspace_bytes": workspace,
+                "workspace": f"workspace of {workspace} B" if workspace else "no workspace",
+                "call": name, "median_s": median,
                 "p10_s": values[len(values) // 10], "p90_s": values[-1 - len(values) // 10],
                 "above_cpp_s": median - base,
             })  # fmt: skip
