@@ -155,7 +155,7 @@ struct Forward {
         }
 #pragma unroll 1
         for (int w = 0; w < kWarpgroups; ++w) {
-          const int first = work.first_query + 64 * part_of(w, t);
+          const int first = work.first_query + 64 * w;
           planned.own[w] = kShape.own_ranges ? key_tiles<kTileKv>(params, work, first, 64) : range;
           planned.interior[w] = interior_tiles<kTileKv>(params, work, planned.own[w], first);
         }
@@ -168,14 +168,6 @@ struct Forward {
         break;
       }
     }
-  }
-
-  /// Which 64 queries of query tile t the warpgroup takes. Where they walk ranges of their own,
-  /// all take turns at the long ones.
-  __device__ static int part_of(int warpgroup, std::uint32_t t) {
-    return kShape.own_ranges
-               ? static_cast<int>((static_cast<std::uint32_t>(warpgroup) + t) % kWarpgroups)
-               : warpgroup;
   }
 
   /// Until the slot that Q of query tile t goes to is free.
@@ -194,7 +186,7 @@ struct Forward {
     for (int w = 0; w < kWarpgroups; ++w) {
       barrier_wait(shared_address(&control.q_empty[w][t % kSlots]), t / kSlots % 2 ^ 1);
       load_tile(shared.q_of(w, t), params.q, shared_address(&control.q_full[w][t % kSlots]), kD, 64,
-                work.row_q + work.first_query + 64 * part_of(w, t), work.head * params.q_heads_step,
+                work.row_q + work.first_query + 64 * w, work.head * params.q_heads_step,
                 batch * params.q_batch_step);
     }
   }
@@ -391,7 +383,7 @@ struct Forward {
         passed.first += static_cast<std::uint32_t>(work.range.y - work.range.x);
         pass_over(control, passed, passed.first);
       }
-      Store::store_nothing(params, work, part_of(warpgroup, t));
+      Store::store_nothing(params, work, warpgroup);
       if constexpr (!kShape.own_ranges) {
         release(control.q_empty[warpgroup][t % kSlots]);
       }
@@ -446,8 +438,7 @@ struct Forward {
       if (params.transform) [[unlikely]] {
         transform_scores(params, s);
       }
-      mask_scores(params, work, s, work.first_query + 64 * part_of(warpgroup, t) + row,
-                  j * kTileKv);
+      mask_scores(params, work, s, work.first_query + 64 * warpgroup + row, j * kTileKv);
     };
     const auto load_q = [&] {
       q.load(shared.q_of(warpgroup, t));
@@ -584,14 +575,13 @@ struct Forward {
           await_keys(n + 1);
           await_values(n);
           issue();
-          Store::finish_rows(params, control.plan(t - 1), part_of(warpgroup, t - 1), rows, inverse);
+          Store::finish_rows(params, control.plan(t - 1), warpgroup, rows, inverse);
           wgmma_wait<1>();
           keep_in_place(s);
           begin_rows();
           finish_scores();
           Store::store(params, shared.o_of(warpgroup),
-                       Store::place_of(params, control.plan(t - 1), part_of(warpgroup, t - 1)), o,
-                       inverse);
+                       Store::place_of(params, control.plan(t - 1), warpgroup), o, inverse);
           release(control.plan_empty[(t - 1) % Control::kPlans]);
           clear_outputs();
           ++n;
@@ -602,13 +592,13 @@ struct Forward {
       await_values(n);
       wgmma_fence();
       issue_outputs(o, p, v);
-      Store::finish_rows(params, control.plan(t), part_of(warpgroup, t), rows, inverse);
+      Store::finish_rows(params, control.plan(t), warpgroup, rows, inverse);
       wgmma_wait<0>();
       keep_in_place(o);
       release(control.v_empty[n % kStages]);
       ++n;
       Store::store(params, shared.o_of(warpgroup),
-                   Store::place_of(params, control.plan(t), part_of(warpgroup, t)), o, inverse);
+                   Store::place_of(params, control.plan(t), warpgroup), o, inverse);
       release(control.plan_empty[t % Control::kPlans]);
       t = next_tile(params, shared, warpgroup, t + 1, passed);
       if (t == kNoTile) {
