@@ -138,6 +138,19 @@ __device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, i
   }
 }
 
+/// Another lane's part of a row. Every lane of the warp comes here.
+template <bool kWide>
+__device__ Raw<kWide> of_lane(const Raw<kWide>& raw, int lane) {
+  Raw<kWide> other;
+#pragma unroll
+  for (int i = 0; i < (kWide ? 2 : 1); ++i) {
+    other.words[i] = {
+        __shfl_sync(~0u, raw.words[i].x, lane), __shfl_sync(~0u, raw.words[i].y, lane),
+        __shfl_sync(~0u, raw.words[i].z, lane), __shfl_sync(~0u, raw.words[i].w, lane)};
+  }
+  return other;
+}
+
 /// The largest magnitude of a row. Every lane of the warp comes here.
 __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
   float largest = 0;
@@ -165,7 +178,7 @@ __device__ Group group_of(const AppendParams& p, int index) {
 template <bool kWide, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kPlain  ? 8
                                             : kWide ? 3
-                                                    : 4)
+                                                    : 5)
     append_kernel(const __grid_constant__ AppendParams p) {
   let_next_grid_begin();
   wait_for_earlier_grids();
@@ -186,16 +199,11 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
   // Independent of where the rows go: on their way first.
   const Rows from = rows.from;
   const std::int64_t at = from.at(batch, i, group.first_head) + first;
-  const bool whole = !kPlain && group.kind != 1 && apart(p) && first < p.rotary_dim;
-  const int to_partner = first >= p.rotary_dim / 2 ? -p.rotary_dim / 2 : p.rotary_dim / 2;
-  Raw<kWide> raw[kRowsTogether], partners[kRowsTogether];
+  Raw<kWide> raw[kRowsTogether] = {};
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
     if (r < heads && count > 0) {
       raw[r] = load_raw<kWide>(from, at + r * from.stride_heads, count);
-      if (whole) {
-        partners[r] = load_raw<kWide>(from, at + r * from.stride_heads + to_partner, kRowWidth);
-      }
     }
   }
   std::int64_t position = -1;
@@ -228,19 +236,24 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
     }
     return;
   }
-  __syncwarp();  // q in place: partners that lie in other lanes have been read
+  __syncwarp();  // q in place: what turn() reads of other lanes' elements has been loaded
   Angles angles = {};
   if (turns && first < p.rotary_dim) {
     load_angles(p, position, first, angles);
   }
   const bool quantised = to.dtype == DType::int8 || to.dtype == DType::e4m3;
+  const bool exchanges = p.rotary_dim > 0 && apart(p);  // of the whole grid
+  const int to_partner = p.rotary_dim / 2 / kRowWidth;
+  const int partner =
+      static_cast<int>(threadIdx.x % 32) + (first >= p.rotary_dim / 2 ? -to_partner : to_partner);
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
     const int head = group.first_head + r;
     float x[kRowWidth];
     unpack(from.dtype, raw[r], x);
+    const Raw<kWide> partners = exchanges ? of_lane(raw[r], partner) : Raw<kWide>{};
     if (active && turns && r < heads) {
-      turn(p, from, at + r * from.stride_heads - first, first, position, angles, partners[r], x);
+      turn(p, from, at + r * from.stride_heads - first, first, position, angles, partners, x);
     }
     if (p.rotary_dim > 0 && !apart(p)) {
       __syncwarp();  // and those that turn() reads by itself
