@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "transformer/session.h"
@@ -255,6 +256,13 @@ class Builder {
             DType::i32, batch * cols, cols};
   }
 
+  static void add_bytes(Cost& cost, std::string name, double bytes) {
+    ByteTerm& term = cost.bytes_by_term.emplace_back();
+    term.name = std::move(name);
+    term.bytes = bytes;
+    cost.bytes += bytes;
+  }
+
   void append_rows() {
     const bool fused = !turns_apart(), quantised = state_->quantised();
     const double element = bytes_of(dtype_), width = static_cast<double>(kv_cols());
@@ -274,16 +282,14 @@ class Builder {
         const double written = rows * 2 *
                                (width * (bytes_of(state_->kv_dtype()) - element) +
                                 static_cast<double>(m_.heads_kv) * 4);
-        cost.bytes_by_term.push_back({"cache and factors, over rows", written});
-        cost.bytes += written;
+        add_bytes(cost, "cache and factors, over rows", written);
       }
       if (fused) {
         in.rope = state_->rope();
         in.q = out.q = rows_of(g, 0, m_.heads_q);
         const double turned = rows * static_cast<double>(q_cols() + kv_cols());
         const double q_bytes = 2 * rows * static_cast<double>(q_cols()) * element;
-        cost.bytes_by_term.push_back({"q", q_bytes});
-        cost.bytes += q_bytes;
+        add_bytes(cost, "q", q_bytes);
         cost.softmax_flops = cost.flops = 3 * turned;
       }
       add(fused ? "rope_append" : "append", "append", std::move(cost),
