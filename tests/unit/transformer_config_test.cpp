@@ -120,7 +120,7 @@ TEST(TransformerConfig, RefusesByNameWhatItDoesNotUnderstand) {
   EXPECT_EQ(refusal("some_new_key", "x"), "some_new_key");
   EXPECT_EQ(refusal("some_new_key", nullptr), "accepted");
   EXPECT_EQ(refusal("_name_or_path", "x"), "accepted");
-  EXPECT_EQ(refusal("model_type", "mixtral"), "model_type");
+  EXPECT_EQ(refusal("model_type", "gpt2"), "model_type");
   EXPECT_EQ(refusal("rope_scaling", {{"type", "yarn"}, {"factor", 2.0}}), "rope_scaling");
   EXPECT_EQ(refusal("rope_scaling", {{"type", "linear"}}), "rope_scaling.factor");
   EXPECT_EQ(refusal("rope_scaling", {{"type", "linear"}, {"factor", 2.0}, {"beta", 1}}),
@@ -138,6 +138,20 @@ TEST(TransformerConfig, RefusesByNameWhatItDoesNotUnderstand) {
   EXPECT_EQ(parse_transformer("[]").status().code(), StatusCode::kIoError);
   EXPECT_EQ(load_transformer("/nowhere").status().code(), StatusCode::kIoError);
   EXPECT_EQ(find_transformer("gpt-5").status().parameter(), "model");
+}
+
+TEST(TransformerConfig, ExpertsAreCountedButNotRun) {
+  json document = json::parse(kLlama31);
+  document["model_type"] = "mixtral";
+  const auto refused = [&document] {
+    const Result<TransformerConfig> config = parse_transformer(document.dump());
+    return config ? "accepted" : config.status().parameter();
+  };
+  EXPECT_EQ(refused(), "num_local_experts");
+  document["num_local_experts"] = 8;
+  EXPECT_EQ(refused(), "num_experts_per_tok");
+  document["num_experts_per_tok"] = 2;
+  EXPECT_EQ(refused(), "model_type");
 }
 
 TEST(RopeFrequency, OfLlama3KeepsShortWavelengthsAndStretchesLongOnes) {
