@@ -55,14 +55,16 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll
-    for (int i = 0; i < (kDType == DType::int4 ? 2 : 1) * kRowWidth; ++i) {
-      const std::int64_t row = place.row + 8 * upper,
-                         col = place.col + i / kRowWidth * base::kBlockCols + i % kRowWidth;
+    for (int block = 0; block < (kDType == DType::int4 ? 2 : 1); ++block) {
+      const std::int64_t row = place.row + 8 * upper, col = place.col + block * base::kBlockCols;
       const float scale =
           base::load_scale(p.shape, static_cast<const std::uint8_t*>(p.packed), row, col);
-      const float value = element(p.matrix, p.matrix.at(0, row, 0) + col);
-      base::put_code(kDType, upper, i, base::encode(kDType, base::quotient_of(value, scale)),
-                     words);
+#pragma unroll
+      for (int i = 0; i < kRowWidth; ++i) {
+        const float value = element(p.matrix, p.matrix.at(0, row, 0) + col + i);
+        base::put_code(kDType, upper, block * kRowWidth + i,
+                       base::encode(kDType, base::quotient_of(value, scale)), words);
+      }
     }
   }
   *reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(p.packed) + place.offset) =
