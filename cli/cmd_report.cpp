@@ -300,15 +300,11 @@ Json table_rows(const ReportContent& content) {
 
 void print(const ReportContent& content, const Json& report, const std::string& path,
            const Context& context) {
-  Document document;
   if (context.format == Format::json) {
-    for (const auto& [key, value] : report.items()) {
-      document.set(key, value);
-    }
-    document.set("file", path);
-    document.print(context);
+    print_json(report, path, context);
     return;
   }
+  Document document;
   document.headline(fmt::format("{}; ceilings from {}", content.machine.spec.title,
                                 one_line(content.machine.source)));
   if (context.format == Format::table) {

@@ -382,4 +382,13 @@ Json report_json(const ReportContent& content) {
   return report;
 }
 
+void print_json(const Json& report, const std::string& path, const Context& context) {
+  Document document;
+  for (const auto& [key, value] : report.items()) {
+    document.set(key, value);
+  }
+  document.set("file", path);
+  document.print(context);
+}
+
 }  // namespace rafter::cli

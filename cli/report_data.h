@@ -58,4 +58,7 @@ Sentence verdict_sentence(Pipeline pipeline, const std::vector<ReportPoint>& poi
 /// Figures of the library for a grid of problems, by which the page checks its own cost model.
 Json model_check_grid();
 
+/// What `--format json` prints of a report: all of it, and the path of its page.
+void print_json(const Json& report, const std::string& path, const Context& context);
+
 }  // namespace rafter::cli

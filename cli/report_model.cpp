@@ -184,15 +184,11 @@ Json table_rows(const Json& report) {
 
 void print(const Json& report, const ThisMachine& machine, const std::string& path,
            const Context& context) {
-  Document document;
   if (context.format == Format::json) {
-    for (const auto& [key, value] : report.items()) {
-      document.set(key, value);
-    }
-    document.set("file", path);
-    document.print(context);
+    print_json(report, path, context);
     return;
   }
+  Document document;
   document.headline(fmt::format("{} on {}; ceilings from {}",
                                 report.at("model").at("name").get<std::string>(),
                                 machine.spec.title, one_line(machine.source)));

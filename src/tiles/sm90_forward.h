@@ -53,17 +53,24 @@ struct Sm90ForwardRow {
   }
 };
 
+inline constexpr Sm90ForwardRow kSm90ForwardRow64 = {.head_dim = 64,
+                                                     .head_dim_v = 64,
+                                                     .warpgroups = 3,
+                                                     .tile_kv = 128,
+                                                     .stages = 4,
+                                                     .producer_registers = 32,
+                                                     .consumer_registers = 160,
+                                                     .store_by_copy = true,
+                                                     .q_slots = 2,
+                                                     .runs_on = true};
+/// The row for masked problems: warpgroups that walk other keys take no turns.
+constexpr Sm90ForwardRow with_own_ranges(Sm90ForwardRow row) {
+  row.ordered = false;
+  row.own_ranges = true;
+  return row;
+}
 inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
-    {.head_dim = 64,
-     .head_dim_v = 64,
-     .warpgroups = 3,
-     .tile_kv = 128,
-     .stages = 4,
-     .producer_registers = 32,
-     .consumer_registers = 160,
-     .store_by_copy = true,
-     .q_slots = 2,
-     .runs_on = true},
+    kSm90ForwardRow64,
     {.head_dim = 128,
      .head_dim_v = 128,
      .warpgroups = 2,
@@ -89,18 +96,7 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .stages = 2,
      .producer_registers = 40,
      .consumer_registers = 232},
-    {.head_dim = 64,
-     .head_dim_v = 64,
-     .warpgroups = 3,
-     .tile_kv = 128,
-     .stages = 4,
-     .producer_registers = 32,
-     .consumer_registers = 160,
-     .store_by_copy = true,
-     .q_slots = 2,
-     .runs_on = true,
-     .ordered = false,
-     .own_ranges = true},
+    with_own_ranges(kSm90ForwardRow64),
 };
 inline constexpr int kSm90ForwardRowCount = sizeof(kSm90ForwardRows) / sizeof(kSm90ForwardRows[0]);
 
