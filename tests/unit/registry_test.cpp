@@ -77,7 +77,9 @@ TEST(Registry, TheLimitBoundsWhatIsChosenAndForced) {
   EXPECT_LT(dispatch::isa_rank("avx2"), dispatch::isa_rank("avx512"));
   EXPECT_LT(dispatch::isa_rank("avx512"), dispatch::isa_rank("avx512_bf16"));
   EXPECT_LT(dispatch::isa_rank("avx512_bf16"), dispatch::isa_rank("amx"));
-  const AttentionProblem problem{.seqlen_q = 64, .seqlen_kv = 64, .head_dim = 64};
+  // every kernel takes bf16, some nothing else
+  const AttentionProblem problem{
+      .seqlen_q = 64, .seqlen_kv = 64, .head_dim = 64, .dtype = DType::bf16};
   for (const char* limit : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
     const IsaVariable variable(limit);
     const Result<Plan> planned = plan(problem, Device::cpu());
