@@ -7,7 +7,7 @@ costs and which wall it meets on any device; rafter.plan does both for work that
 rafter.Transformer runs whole models. rafter.torch, imported on demand, has the functions that PyTorch models call.
 """
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._attention import append, attention, attention_backward, decode, merge
@@ -58,13 +58,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "torch":
+        raise AttributeError("rafter.torch is there after `import rafter.torch`, which needs PyTorch")
     if name not in _LATER:
         raise AttributeError(f"module 'rafter' has no attribute {name!r}")
-    module = importlib.import_module(f"rafter.{_LATER[name]}")
+    module = import_module(f"rafter.{_LATER[name]}")
     value = module if _LATER[name] == name else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list:
-    return sorted({*globals(), *__all__})
+    loaded = [name for name in ("torch",) if name in globals()]
+    return sorted({*(name for name in globals() if name.startswith("__")), *loaded, *__all__})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence, Tuple
+import sys
+from typing import TYPE_CHECKING, Any, Optional, Sequence, Tuple
 
 from . import _core
 from ._arrays import on_stream
@@ -54,8 +55,8 @@ def attention(
 
     On a CUDA device the work is queued on the current stream of q's library and nothing waits for
     it (arrays of libraries that tell no stream, such as JAX, are the exception: the result is
-    ready when the call returns). Workspace comes from that library's allocator. Calls can be
-    captured in a CUDA graph. Lengths and page tables are read on the device: what is wrong with
+    ready when the call returns). Workspace is what the stream keeps, 1 MiB at most, or comes from
+    that library's allocator. Calls can be captured in a CUDA graph. Lengths and page tables are read on the device: what is wrong with
     their values is not found by the call.
 
     Args:
@@ -93,19 +94,10 @@ def attention(
         NotImplementedError: no kernel here does it; says which refused and why.
         RuntimeError: the device failed, or has no memory left.
     """
-    arrays = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
-    )  # fmt: skip
-    options = (
-        causal, window, align, softmax_scale, softcap, pipeline, kernel, threads, splits
-    )  # fmt: skip
-    if stream is None:  # as on() does: a call of it would cost what it saves
-        return _core.attend(
-            arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, out, False, False, None
-        )
     return on(
-        stream, q, _core.attend, arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, out,
-        False, False,
+        stream, q, _core.attend, q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table,
+        k_scale, v_scale, None, None, causal, window, align, softmax_scale, softcap, pipeline,
+        kernel, threads, splits, max_seqlen_q, max_seqlen_kv, return_lse, out, False, False, 0,
     )  # fmt: skip
 
 
@@ -156,17 +148,19 @@ def decode(
     The other arguments, results and errors are those of rafter.attention; lse is [batch, heads_q]
     where q has three dims.
     """
-    arrays = (
-        q, k_cache, v_cache, None, None, seqused, page_table, k_scale, v_scale, tree_mask, bad_pages
-    )  # fmt: skip
-    if causal is None:
-        causal = tree_mask is None
-    options = (
-        causal, window, None, softmax_scale, softcap, pipeline, kernel, threads, splits
-    )  # fmt: skip
     return on(
-        stream, q, _core.attend, arrays, options, None, None, return_lse, out, True, False
+        stream, q, _core.attend, q, k_cache, v_cache, None, None, seqused, page_table, k_scale,
+        v_scale, tree_mask, bad_pages, causal, window, None, softmax_scale, softcap, pipeline,
+        kernel, threads, splits, None, None, return_lse, out, True, False, 0,
     )  # fmt: skip
+
+
+if not TYPE_CHECKING:  # calls like an earlier one go past the reading of their arguments
+    _module = sys.modules[__name__]
+    attention = _core.quick(_module, attention, {}, False)
+    decode = _core.quick(
+        _module, decode, {"k_cache": "k", "v_cache": "v", "seqused": "seqused_kv"}, True
+    )
 
 
 def attention_backward(

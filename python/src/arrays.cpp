@@ -258,21 +258,16 @@ void Place::set_current_stream() {
   }
 }
 
-bool lend(nb::handle array, const Place& place, bool may_require_grad, ArrayView& out) {
+bool lend(nb::handle array, const Place& place, bool may_require_grad, nb::dlpack::dltensor& out) {
   if (!array.type().is(place.api_type) || place.api->borrowed_of == nullptr ||
       (!may_require_grad && requires_grad(array))) {
     return false;
   }
-  nb::dlpack::dltensor tensor;
-  if (place.api->borrowed_of(array.ptr(), &tensor) != 0) {
+  if (place.api->borrowed_of(array.ptr(), &out) != 0) {
     PyErr_Clear();
     return false;
   }
-  if (!is_cuda(tensor.device.device_type) || tensor.ndim > 4) {
-    return false;
-  }
-  out.take({}, tensor);
-  return true;
+  return is_cuda(out.device.device_type) && out.ndim <= 4;
 }
 
 Place place_of(const std::string& name, nb::handle array, nb::handle stream) {

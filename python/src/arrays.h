@@ -78,7 +78,7 @@ Place place_of(const std::string& name, nb::handle array, nb::handle stream);
 /// What an array of the place's type on a CUDA device is, without keeping it: valid while the array
 /// lives. False where it is no such array, its library does not lend it, or it requires grad and
 /// may not.
-bool lend(nb::handle array, const Place& place, bool may_require_grad, ArrayView& out);
+bool lend(nb::handle array, const Place& place, bool may_require_grad, nb::dlpack::dltensor& out);
 
 /// A tensor argument, which knows its name for errors.
 struct Tensor {

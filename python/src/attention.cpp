@@ -10,26 +10,11 @@
 #include "calls.h"
 #include "errors.h"
 #include "inputs.h"
-#include "known_calls.h"
 #include "module.h"
 #include "plan_cache.h"
 
 namespace rafter::python {
 namespace {
-
-MaxLengths max_lengths_of(nb::handle q, nb::handle kv) {
-  const auto length = [](const char* name, nb::handle value) {
-    if (value.is_none()) {
-      return std::int64_t{0};
-    }
-    const auto most = argument<std::int64_t>(name, value, "an integer or None");
-    if (most < 0) {
-      raise_invalid(name, std::to_string(most), "0 or more");
-    }
-    return most;
-  };
-  return {length("max_seqlen_q", q), length("max_seqlen_kv", kv)};
-}
 
 nb::dict problem_dict(const AttentionProblem& p) {
   nb::dict d;
@@ -138,30 +123,6 @@ Device device_named(const std::string& name) {
 
 void bind_attention(nb::module_& m) {
   bind_plan(m);
-  m.def(
-      "attend",
-      [](const nb::tuple& arrays, const nb::tuple& options, nb::handle max_seqlen_q,
-         nb::handle max_seqlen_kv, bool return_lse, nb::handle out, bool decode, bool grad,
-         nb::handle stream, int heads_first) {
-        const CallKey key{arrays, options, max_seqlen_q, max_seqlen_kv, decode, grad, heads_first};
-        if (stream.is_none()) {
-          if (const std::optional<KnownCall> known = known_call(key)) {
-            return forward(known->plan, known->arguments, out, return_lse);
-          }
-        }
-        const Inputs in(arrays, stream, decode, grad, static_cast<HeadsFirst>(heads_first), grad);
-        const DevicePlan plan = plan_of(in, Options(options),
-                                        max_lengths_of(max_seqlen_q, max_seqlen_kv), Pass::forward);
-        const ForwardArguments arguments = in.forward_arguments();
-        nb::object result = forward(plan, arguments, out, return_lse);
-        if (stream.is_none()) {
-          remember_call(key, in, plan, arguments);
-        }
-        return result;
-      },
-      nb::arg("arrays"), nb::arg("options"), nb::arg("max_seqlen_q").none(),
-      nb::arg("max_seqlen_kv").none(), nb::arg("return_lse"), nb::arg("out").none(),
-      nb::arg("decode"), nb::arg("grad"), nb::arg("stream").none(), nb::arg("heads_first") = 0);
   m.def(
       "attend_backward",
       [](const nb::tuple& arrays, const nb::tuple& state, const nb::tuple& options,

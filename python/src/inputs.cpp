@@ -68,6 +68,20 @@ Mask mask_of(nb::handle causal, nb::handle window, nb::handle align) {
   return mask;
 }
 
+MaxLengths max_lengths_of(nb::handle q, nb::handle kv) {
+  const auto length = [](const char* name, nb::handle value) {
+    if (value.is_none()) {
+      return std::int64_t{0};
+    }
+    const auto most = argument<std::int64_t>(name, value, "an integer or None");
+    if (most < 0) {
+      raise_invalid(name, std::to_string(most), "0 or more");
+    }
+    return most;
+  };
+  return {length("max_seqlen_q", q), length("max_seqlen_kv", kv)};
+}
+
 Options::Options(const nb::tuple& given) : mask(mask_of(given[0], given[1], given[2])) {
   if (const nb::handle scale = given[3]; !scale.is_none()) {
     softmax_scale = argument<float>("softmax_scale", scale, "a number or None");

@@ -34,6 +34,7 @@ Mask mask_of(nb::handle causal, nb::handle window, nb::handle align);
 struct MaxLengths {
   std::int64_t q = 0, kv = 0;
 };
+MaxLengths max_lengths_of(nb::handle q, nb::handle kv);
 
 /// Which arrays are [batch, heads, seqlen, head_dim] in place of [batch, seqlen, heads, head_dim].
 enum class HeadsFirst : std::uint8_t { none, inputs, inputs_and_o };

@@ -2,37 +2,61 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
-#include <memory>
+#include <cstdint>
 #include <utility>
 
 namespace rafter::python {
 namespace {
 
-// The arrays of Inputs, in its order.
-constexpr std::size_t kArrays = 10, kBadPages = 10, kKScale = 7, kVScale = 8;
-constexpr std::size_t kOptions = 9;
 constexpr std::size_t kMostCalls = 4;
 
-using Arrays = std::array<ArrayView, kArrays>;  // of dtype 0 where there is none
+/// Of the array arguments but bad_pages.
+constexpr std::size_t kArrays = kBadPages;
+using Lent = std::array<nb::dlpack::dltensor, kArrays>;  // of dtype 0 bits where there is none
+
+/// What an array is, but for where it lies, as its library says it.
+struct ArrayLayout {
+  nb::dlpack::dtype dtype{};
+  nb::dlpack::device device{};
+  std::int32_t rank = 0;
+  std::array<std::int64_t, 4> shape{}, stride{};
+
+  ArrayLayout() = default;
+  explicit ArrayLayout(const nb::dlpack::dltensor& lent)
+      : dtype(lent.dtype), device(lent.device), rank(lent.ndim) {
+    std::copy_n(lent.shape, dtype.bits == 0 ? 0 : rank, shape.begin());
+    std::copy_n(lent.strides, dtype.bits == 0 ? 0 : rank, stride.begin());
+  }
+  bool is_of(const nb::dlpack::dltensor& lent) const {
+    if (dtype.bits == 0 || lent.dtype.bits == 0) {
+      return dtype.bits == lent.dtype.bits;
+    }
+    return rank == lent.ndim && dtype.code == lent.dtype.code && dtype.bits == lent.dtype.bits &&
+           dtype.lanes == lent.dtype.lanes && device.device_type == lent.device.device_type &&
+           device.device_id == lent.device.device_id &&
+           std::equal(lent.shape, lent.shape + rank, shape.begin()) &&
+           std::equal(lent.strides, lent.strides + rank, stride.begin());
+  }
+};
 
 struct Kept {
-  nb::object type;  // of the arrays
-  std::array<nb::object, kOptions> options;
-  nb::object max_seqlen_q, max_seqlen_kv;
-  bool decode, grad;
-  int heads_first;
-  Arrays arrays;  // where they lay does not count
-  DevicePlan plan;
+  nb::object type;                            // of the arrays
+  std::array<nb::object, kArguments> values;  // of arguments that are no arrays
+  std::array<ArrayLayout, kArrays> layouts;
+  std::shared_ptr<const DevicePlan> plan;
   ForwardArguments arguments;  // of an earlier call: pointers, array and stream are not these
+  bool return_lse;
 };
-using KeptCalls = std::array<std::unique_ptr<Kept>, kMostCalls>;
+using KeptCalls = std::array<std::shared_ptr<const Kept>, kMostCalls>;
 
 /// The last ones, latest first. Not freed: the interpreter is gone by then.
 KeptCalls& kept_calls() {
   static auto* const calls = new KeptCalls;
   return *calls;
 }
+
+/// Arguments that are compared as objects: each call has an `out` of its own.
+constexpr bool is_value(std::size_t i) { return i >= kArrayArguments && i != kOut; }
 
 /// The same object, or one of the same type that is equal.
 bool same(nb::handle a, nb::handle b) {
@@ -49,39 +73,41 @@ bool same(nb::handle a, nb::handle b) {
   return equal == 1;
 }
 
-bool alike(const ArrayView& a, const ArrayView& b) {
-  return a.rank == b.rank && a.shape == b.shape && a.stride == b.stride &&
-         a.dtype.code == b.dtype.code && a.dtype.bits == b.dtype.bits &&
-         a.dtype.lanes == b.dtype.lanes && a.device.kind == b.device.kind &&
-         a.device.index == b.device.index;
-}
-
-bool is_known(const Kept& kept, const CallKey& key, const Arrays& arrays) {
-  if (kept.decode != key.decode || kept.grad != key.grad || kept.heads_first != key.heads_first ||
-      !kept.type.is(key.arrays[0].type()) || !std::ranges::equal(kept.arrays, arrays, alike)) {
+bool asks_alike(const Kept& kept, Arguments given) {
+  if (!kept.type.is(nb::handle(given[kQ]).type())) {
     return false;
   }
-  for (std::size_t i = 0; i < kOptions; ++i) {
-    if (!same(kept.options[i], key.options[i])) {
+  for (std::size_t i = kArrayArguments; i < kArguments; ++i) {
+    if (is_value(i) && !same(kept.values[i], given[i])) {
       return false;
     }
   }
-  return same(kept.max_seqlen_q, key.max_seqlen_q) && same(kept.max_seqlen_kv, key.max_seqlen_kv);
+  return true;
 }
 
-/// What the arrays are; nothing where one is of another type than q, must be refused or written, or
+bool lie_alike(const Kept& kept, const Lent& lent) {
+  for (std::size_t i = 0; i < kArrays; ++i) {
+    if (!kept.layouts[i].is_of(lent[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// What the arrays are; false where one is of another type than q, must be refused or written, or
 /// is not lent.
-bool lend_all(const CallKey& key, const Place& place, Arrays& lent) {
-  if (!key.arrays[kBadPages].is_none()) {
+bool lend_all(Arguments given, const Place& place, Lent& lent) {
+  if (given[kBadPages] != Py_None) {
     return false;
   }
+  const bool grad = given[kGrad] == Py_True;
   for (std::size_t i = 0; i < kArrays; ++i) {
-    const nb::handle array = key.arrays[i];
-    if (array.is_none()) {
+    if (given[i] == Py_None) {
+      lent[i].dtype.bits = 0;
       continue;
     }
-    const bool may_require_grad = (i < 3 && key.grad) || (i >= 3 && i != kKScale && i != kVScale);
-    if (!lend(array, place, may_require_grad, lent[i])) {
+    const bool may_require_grad = i <= kV ? grad : i != kKScale && i != kVScale;
+    if (!lend(given[i], place, may_require_grad, lent[i]) || lent[i].strides == nullptr) {
       return false;
     }
   }
@@ -89,73 +115,81 @@ bool lend_all(const CallKey& key, const Place& place, Arrays& lent) {
 }
 
 /// Where the arrays lie, in what the library takes.
-void set_data(ForwardInputs& in, const Arrays& arrays) {
+void set_data(ForwardInputs& in, const Lent& lent) {
   const auto set = [&](std::size_t i, auto& view) {
-    if (arrays[i].dtype.bits != 0) {
-      view.data = static_cast<decltype(view.data)>(arrays[i].data);
+    if (lent[i].dtype.bits != 0) {
+      view.data = reinterpret_cast<decltype(view.data)>(static_cast<char*>(lent[i].data) +
+                                                        lent[i].byte_offset);
     }
   };
-  set(0, in.q);
-  set(1, in.k);
-  set(2, in.v);
-  set(3, in.cu_seqlens_q);
-  set(4, in.cu_seqlens_kv);
-  set(5, in.seqused_kv);
-  set(6, in.page_table);
+  set(kQ, in.q);
+  set(kK, in.k);
+  set(kV, in.v);
+  set(kCuSeqlensQ, in.cu_seqlens_q);
+  set(kCuSeqlensKv, in.cu_seqlens_kv);
+  set(kSequsedKv, in.seqused_kv);
+  set(kPageTable, in.page_table);
   set(kKScale, in.k_scale);
   set(kVScale, in.v_scale);
-  set(9, in.tree_mask);
+  set(kTreeMask, in.tree_mask);
 }
 
 }  // namespace
 
-std::optional<KnownCall> known_call(const CallKey& key) {
+std::optional<KnownCall> known_call(Arguments given) {
   KeptCalls& calls = kept_calls();
-  const nb::handle q = key.arrays[0];
-  const auto of_type = std::ranges::find_if(
-      calls, [&](const auto& kept) { return kept != nullptr && kept->type.is(q.type()); });
-  Arrays arrays;
-  if (of_type == calls.end() || !lend_all(key, (*of_type)->arguments.place, arrays)) {
-    return std::nullopt;
+  Lent lent;
+  bool is_lent = false;
+  for (std::size_t i = 0; i < kMostCalls; ++i) {
+    const std::shared_ptr<const Kept> kept = calls[i];  // comparing may run what calls again
+    if (kept == nullptr || !asks_alike(*kept, given)) {
+      continue;
+    }
+    if (!is_lent && !lend_all(given, kept->arguments.place, lent)) {
+      return std::nullopt;
+    }
+    is_lent = true;
+    if (!lie_alike(*kept, lent)) {
+      continue;
+    }
+    if (i > 0 && calls[i] == kept) {
+      std::rotate(calls.begin(), calls.begin() + static_cast<std::ptrdiff_t>(i),
+                  calls.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+    }
+    std::optional<KnownCall> call(std::in_place, kept->plan, kept->arguments, kept->return_lse);
+    set_data(call->arguments.in, lent);
+    call->arguments.place.array = given[kQ];
+    call->arguments.place.set_current_stream();
+    return call;
   }
-  const auto found = std::ranges::find_if(
-      calls, [&](const auto& kept) { return kept != nullptr && is_known(*kept, key, arrays); });
-  if (found == calls.end()) {
-    return std::nullopt;
-  }
-  std::rotate(calls.begin(), found, found + 1);
-  std::optional<KnownCall> call(std::in_place, calls[0]->plan, calls[0]->arguments);
-  set_data(call->arguments.in, arrays);
-  Place& place = call->arguments.place;
-  place.array = q;
-  place.first = arrays[0];
-  place.set_current_stream();
-  return call;
+  return std::nullopt;
 }
 
-void remember_call(const CallKey& key, const Inputs& in, const DevicePlan& plan,
-                   const ForwardArguments& arguments) {
+void remember_call(Arguments given, const Inputs& in, const DevicePlan& plan,
+                   const ForwardArguments& arguments, bool return_lse) {
   const Place& place = in.place;
-  Arrays arrays;
-  if (!place.is_cuda() || place.first.dtype.bits == 0 || in.copied() ||
-      !lend_all(key, place, arrays)) {
+  Lent lent;
+  if (!place.is_cuda() || given[kStream] != Py_None || place.first.dtype.bits == 0 || in.copied() ||
+      !lend_all(given, place, lent)) {
     return;
   }
-  auto kept = std::make_unique<Kept>(Kept{.type = nb::borrow(place.api_type),
-                                          .options = {},
-                                          .max_seqlen_q = nb::borrow(key.max_seqlen_q),
-                                          .max_seqlen_kv = nb::borrow(key.max_seqlen_kv),
-                                          .decode = key.decode,
-                                          .grad = key.grad,
-                                          .heads_first = key.heads_first,
-                                          .arrays = arrays,
-                                          .plan = plan,
-                                          .arguments = arguments});
-  for (std::size_t i = 0; i < kOptions; ++i) {
-    kept->options[i] = key.options[i];
+  auto kept = std::make_shared<Kept>(Kept{.type = nb::borrow(place.api_type),
+                                          .values = {},
+                                          .layouts = {},
+                                          .plan = std::make_shared<const DevicePlan>(plan),
+                                          .arguments = arguments,
+                                          .return_lse = return_lse});
+  for (std::size_t i = 0; i < kArguments; ++i) {
+    if (is_value(i)) {
+      kept->values[i] = nb::borrow(given[i]);
+    }
   }
+  std::transform(lent.begin(), lent.end(), kept->layouts.begin(),
+                 [](const nb::dlpack::dltensor& tensor) { return ArrayLayout(tensor); });
+  // What is of one call alone.
   kept->arguments.place.is_current.reset();
-  kept->arguments.place.array = nb::handle();  // borrowed from a call that is over
+  kept->arguments.place.array = nb::handle();
+  kept->arguments.place.first = {};
   KeptCalls& calls = kept_calls();
   std::rotate(calls.begin(), calls.end() - 1, calls.end());
   calls[0] = std::move(kept);

@@ -12,6 +12,7 @@ namespace rafter::python {
 
 namespace nb = nanobind;
 
+void bind_attend(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_roofline(nb::module_& m);
 void bind_transformer(nb::module_& m);

@@ -97,7 +97,7 @@ ManagedTensor* allocate_managed(const Place& place, std::int64_t bytes) {
 /// torch_empty of a contiguous [batch, seqlen, heads, head_dim] or less, seen with heads first or
 /// as it is.
 nb::object quick_empty(const Place& place, std::span<const std::int64_t> shape, DType dtype,
-                       bool heads_first) {
+                       bool heads_first, ArrayView& view) {
   std::array<std::int64_t, 4> sizes{}, strides{};
   std::int64_t contiguous = 1;
   for (std::size_t i = shape.size(); i-- > 0;) {
@@ -113,7 +113,7 @@ nb::object quick_empty(const Place& place, std::span<const std::int64_t> shape, 
                                  : dtype == DType::f16 ? TorchDtype::f16
                                                        : TorchDtype::bf16;
   return torch_empty(place, {sizes.data(), shape.size()}, {strides.data(), shape.size()},
-                     torch_dtype);
+                     torch_dtype, view);
 }
 
 }  // namespace
@@ -121,14 +121,19 @@ nb::object quick_empty(const Place& place, std::span<const std::int64_t> shape, 
 ResultArray::ResultArray(const char* name, nb::handle out, const Place& place,
                          std::span<const std::int64_t> shape, DType dtype, Fill fill,
                          bool heads_first) {
-  if (out.is_none()) {
+  const bool made = out.is_none();
+  if (made) {
     make(place, shape, dtype, fill, heads_first);
   } else {
     array_ = nb::borrow(out);
   }
-  // What was made here can be written and wants no gradient: no need to ask, which takes longer.
-  const bool made = out.is_none();
-  tensor_ = Tensor(name, array_, place, made ? Array::Access::read : Array::Access::write, made);
+  if (tensor_.array.dtype.bits == 0) {
+    // What was made here can be written and wants no gradient: no need to ask, which takes longer.
+    tensor_ = Tensor(name, array_, place, made ? Array::Access::read : Array::Access::write, made);
+  } else {
+    tensor_.name = name;
+    tensor_.dtype = dtype;
+  }
   if (heads_first) {
     tensor_.swap_heads();
   }
@@ -137,7 +142,7 @@ ResultArray::ResultArray(const char* name, nb::handle out, const Place& place,
 void ResultArray::make(const Place& place, std::span<const std::int64_t> shape, DType dtype,
                        Fill fill, bool heads_first) {
   if (fill == Fill::none) {
-    array_ = quick_empty(place, shape, dtype, heads_first);
+    array_ = quick_empty(place, shape, dtype, heads_first, tensor_.array);
     if (array_.is_valid()) {
       return;
     }
@@ -177,6 +182,11 @@ Scratch::Scratch(const Place& place, std::int64_t bytes) : workspace_{nullptr, b
   if (!place.is_cuda()) {
     host_.reset(allocate_host(bytes));
     workspace_.data = host_.get();
+    return;
+  }
+  kept_.emplace(place, bytes);
+  workspace_.data = kept_->data();
+  if (workspace_.data != nullptr) {
     return;
   }
   torch_.emplace(place, bytes);

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "arrays.h"
+#include "kept_workspace.h"
 #include "rafter/measure.h"
 #include "torch_memory.h"
 
@@ -37,8 +38,9 @@ class ResultArray {
   Tensor tensor_;
 };
 
-/// Workspace of one call. On CUDA it comes from the allocator of the arrays' library, which gives
-/// it to nobody before the work that is queued on the call's stream has run.
+/// Workspace of one call. On CUDA it is what the stream keeps, or comes from the allocator of the
+/// arrays' library, which gives it to nobody before the work that is queued on the call's stream
+/// has run.
 class Scratch {
  public:
   Scratch(const Place& place, std::int64_t bytes);
@@ -50,6 +52,7 @@ class Scratch {
     void operator()(void* memory) const;
   };
   Workspace workspace_;
+  std::optional<KeptWorkspace> kept_;
   std::optional<TorchBytes> torch_;
   std::unique_ptr<ManagedTensor, Delete> managed_;
   std::unique_ptr<void, Delete> host_;

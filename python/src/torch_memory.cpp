@@ -71,7 +71,7 @@ class Layout {
 }  // namespace
 
 nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
-                       std::span<const std::int64_t> strides, TorchDtype dtype) {
+                       std::span<const std::int64_t> strides, TorchDtype dtype, ArrayView& view) {
   const Torch* torch = torch_of(place);
   if (torch == nullptr || !place.is_current.value_or(true)) {
     return {};
@@ -81,15 +81,16 @@ nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
   layouts[i].set(shape, strides);
   nb::object made = (place.is_cuda() ? torch->on_cuda : torch->on_cpu)(
       layouts[i].shape(), layouts[i].strides(), torch->dtypes[i]);
-  if (place.is_cuda() && !place.is_current) {  // the tensor tells sooner than PyTorch does
-    ArrayView what;
-    place.is_current = lend(made, place, true, what) ? what.device.index == place.device.index
-                                                     : is_current(*torch, place);
-    if (!*place.is_current) {
-      return {};
-    }
+  nb::dlpack::dltensor what;
+  if (!place.is_cuda()) {
+    return made;
   }
-  return made;
+  if (!lend(made, place, true, what)) {
+    return {};
+  }
+  view.take({}, what);
+  place.is_current = view.device.index == place.device.index;  // it tells sooner than PyTorch does
+  return *place.is_current ? made : nb::object();
 }
 
 TorchBytes::TorchBytes(const Place& place, std::int64_t bytes) {

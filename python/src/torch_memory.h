@@ -14,9 +14,10 @@ enum class TorchDtype : std::uint8_t { f32, f16, bf16 };
 
 /// An uninitialised tensor on the device of the place and of its library's current stream, with
 /// strides in elements; an invalid object where the place's array is no plain tensor, its device is
-/// not PyTorch's current one, or this PyTorch has no such function.
+/// not PyTorch's current one, or this PyTorch has no such function. On a GPU `view` becomes what
+/// it is.
 nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
-                       std::span<const std::int64_t> strides, TorchDtype dtype);
+                       std::span<const std::int64_t> strides, TorchDtype dtype, ArrayView& view);
 
 /// Memory of PyTorch's allocator for work on the stream of the place, which goes back behind that
 /// work. Has no data where torch_empty would have no tensor, and in host memory.

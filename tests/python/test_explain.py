@@ -146,3 +146,13 @@ def test_what_attention_does_not_need_is_imported_when_asked_for():
     assert result.stdout.strip() == expected, result.stderr
     with pytest.raises(AttributeError, match="no attribute 'abacus'"):
         rafter.abacus
+
+
+def test_the_package_shows_its_own_names_and_says_how_torch_is_had():
+    shown = {name for name in dir(rafter) if not name.startswith("__")} - {"torch"}
+    assert shown == set(rafter.__all__) - {"__version__"}
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import rafter; rafter.torch"
+    path = str(pathlib.Path(rafter.__file__).parents[1])
+    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "AttributeError: rafter.torch is there after `import rafter.torch`" in run.stderr

@@ -10,6 +10,13 @@ tensors' device and dtype; where there is none, backward() raises a NotImplement
 so. Needs PyTorch 2.4 or newer; from 2.10 on its tensors come without a call of Python.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "rafter.torch: no PyTorch is installed; PyTorch 2.4 or newer allowed (pip install torch)"
+    ) from error
+
 from ._flash import (
     flash_attn_func,
     flash_attn_qkvpacked_func,

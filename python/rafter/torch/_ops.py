@@ -55,13 +55,11 @@ def attention_op(
     k_scale: Optional[Tensor],
     v_scale: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
-    arrays = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None
-    )  # fmt: skip
-    options = _options(left, right, top_left, scale, softcap, splits)
     return _core.attend(
-        arrays, options, max_seqlen_q, max_seqlen_kv, True, None, False, True, None, TOKENS_FIRST
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None, None,
+        *_options(left, right, top_left, scale, softcap, splits), max_seqlen_q, max_seqlen_kv, True,
+        None, False, True, TOKENS_FIRST, None,
+    )  # fmt: skip
 
 
 @attention_op.register_fake
@@ -214,14 +212,10 @@ def attend(
         _refuse_tangents(q=q, k=k, v=v)
     left, right = window
     if _is_direct(q, k, v):
-        arrays = (
-            q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None,
-            None,
-        )  # fmt: skip
-        options = _options(left, right, top_left, scale, softcap, splits)
         return _core.attend(
-            arrays, options, max_seqlen_q, max_seqlen_kv, return_lse, None, False, True, None,
-            heads_first,
+            q, k, v, cu_seqlens_q, cu_seqlens_kv, seqused_kv, page_table, k_scale, v_scale, None,
+            None, *_options(left, right, top_left, scale, softcap, splits), max_seqlen_q,
+            max_seqlen_kv, return_lse, None, False, True, heads_first, None,
         )  # fmt: skip
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
     if heads_first:

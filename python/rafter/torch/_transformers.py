@@ -10,6 +10,9 @@ from torch import Tensor
 from ._ops import HEADS_FIRST, attend, refuse
 
 
+_NO_ARRAYS = (None,) * 4
+
+
 def _construction(function: Callable) -> tuple:
     """What a mask function of transformers was made of: its code and that of what it closes over,
     which tells a plain mask from one that a model or a packed batch has changed."""
@@ -66,9 +69,9 @@ def mask_for_rafter(
                 f"attention_mask: shape {tuple(attention_mask.shape)} is not supported: Rafter has "
                 "causal masks, windows and padding [batch, keys]"
             )
-        attention_mask = attention_mask[:, -kv_length:].bool()
+        attention_mask = attention_mask[:, -kv_length:]
         if not attention_mask.all():
-            return attention_mask[:, None, None].to(torch.uint8)
+            return attention_mask[:, None, None].bool().to(torch.uint8)
     held = q_offset + q_length - kv_offset
     if not isinstance(held, Tensor):
         if held == kv_length:
@@ -114,14 +117,16 @@ def attention_for_rafter(
 ) -> Tuple[Tensor, None]:
     """The signature of transformers' attention functions: query [batch, heads, seqlen, head_dim];
     gives [batch, seqlen, heads, head_dim_v] and no weights."""
-    refuse(
-        dropout=dropout,
-        s_aux=s_aux,
-        position_bias=position_bias,
-        output_attentions=output_attentions,
-        cu_seq_lens_q=cu_seq_lens_q,
-        cu_seq_lens_k=cu_seq_lens_k,
-    )
+    arrays = (s_aux, position_bias, cu_seq_lens_q, cu_seq_lens_k)
+    if dropout or output_attentions or arrays != _NO_ARRAYS:
+        refuse(
+            dropout=dropout,
+            s_aux=s_aux,
+            position_bias=position_bias,
+            output_attentions=output_attentions,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     span = -1 if sliding_window is None else sliding_window - 1  # its count includes the row's key
     options = dict(window=(span, 0 if causal else span), scale=scaling, softcap=softcap or 0.0)

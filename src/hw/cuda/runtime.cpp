@@ -23,7 +23,11 @@ Status copy(void* to, const void* from, std::int64_t bytes, cudaMemcpyKind kind)
 
 Result<void*> allocate(std::int64_t bytes) {
   void* memory = nullptr;
+  // A graph that another thread captures meanwhile is none of this memory's business.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
   const cudaError_t code = cudaMalloc(&memory, static_cast<std::size_t>(bytes > 0 ? bytes : 1));
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
   if (code != cudaSuccess) {
     return status_of(code, fmt::format("{} bytes of device memory", bytes).c_str());
   }
@@ -94,6 +98,15 @@ Result<double> seconds_between(void* start, void* stop) {
     return status;
   }
   return static_cast<double>(milliseconds) * 1e-3;
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream_of(stream), &status) != cudaSuccess) {
+    (void)cudaGetLastError();  // said by the result
+    return true;
+  }
+  return status != cudaStreamCaptureStatusNone;
 }
 
 Status begin_capture(void* stream) {

@@ -30,6 +30,8 @@ Status record(void* event, void* stream);
 Result<double> seconds_between(void* start, void* stop);
 
 /// What is queued on the stream between the two becomes a graph, ready to run (cudaGraphExec_t).
+/// True also where CUDA does not say.
+bool is_capturing(void* stream);
 Status begin_capture(void* stream);
 /// `kernels` takes how many of its nodes are kernels.
 Result<void*> end_capture(void* stream, std::int64_t* kernels);

@@ -1,5 +1,7 @@
 """Arrays on a CUDA device: streams, graphs, memory, libraries. Skipped where no kernel runs."""
 
+import threading
+
 import pytest
 import rafter
 
@@ -141,8 +143,13 @@ def test_a_stream_that_is_named_is_the_one(kind):
     assert torch.cuda.current_stream() != stream
 
 
+def many_tiles(seed):
+    """More query tiles than a GPU has SMs: causal attention of it has a workspace."""
+    return qkv(batch=12, seed=seed, seqlen_q=700, seqlen_kv=700)
+
+
 def test_calls_on_several_streams_do_not_share_memory():
-    given = [qkv(seed=i, seqlen_q=700, seqlen_kv=700) for i in range(3)]
+    given = [many_tiles(i) for i in range(3)]
     expected = [rafter.attention(*x, causal=True) for x in given]
     streams = [torch.cuda.Stream() for _ in given]
     torch.cuda.synchronize()
@@ -154,6 +161,44 @@ def test_calls_on_several_streams_do_not_share_memory():
     torch.cuda.synchronize()
     for seen, wanted in zip(results, expected):
         assert all(torch.equal(o, wanted) for o in seen)
+
+
+def test_threads_on_one_stream_do_not_share_workspace():
+    given = [many_tiles(i) for i in range(3)]
+    expected = [rafter.attention(*x, causal=True) for x in given]
+    stream, wrong = torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+
+    def work(x, wanted):
+        with torch.cuda.stream(stream):
+            seen = [rafter.attention(*x, causal=True) for _ in range(60)]
+        stream.synchronize()
+        wrong.extend(o for o in seen if not torch.equal(o, wanted))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(given, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_has_workspace_of_its_own():
+    """It may be replayed beside calls on the stream that it was captured on."""
+    q, k, v = many_tiles(0)
+    expected = rafter.attention(q, k, v, causal=True)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        rafter.attention(q, k, v, causal=True)  # the stream has workspace from here on
+    with torch.cuda.graph(graph, stream=stream):
+        outs = [rafter.attention(q, k, v, causal=True) for _ in range(8)]
+    for _ in range(10):
+        graph.replay()  # on the current stream
+        with torch.cuda.stream(stream):
+            seen = [rafter.attention(q, k, v, causal=True) for _ in range(8)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(o, expected) for o in (*outs, *seen))
 
 
 def test_a_graph_captures_calls_and_replays_them_as_lengths_grow():
