@@ -343,6 +343,32 @@ Status try_backward(const Case& c, const BackwardValues& values, const RunOption
   return status;
 }
 
+std::int64_t workspace_of(const AttentionProblem& problem, const std::string& kernel) {
+  const KernelEntry* const emulated = emulated_backward(kernel);
+  const Result<Plan> planned = plan(
+      problem, Device::cpu(),
+      {.pass = Pass::backward, .kernel = emulated == nullptr ? kernel : kStandIn, .threads = 2});
+  EXPECT_TRUE(planned) << planned.status().message();
+  return emulated == nullptr ? planned->workspace_bytes()
+                             : emulated->workspace({.attention = planned->problem(), .threads = 2});
+}
+
+Status call_backward(const AttentionProblem& problem, const std::string& kernel,
+                     const BackwardInputs& in, const BackwardOutputs& out) {
+  const KernelEntry* const emulated = emulated_backward(kernel);
+  const Result<Plan> planned = plan(
+      problem, Device::cpu(),
+      {.pass = Pass::backward, .kernel = emulated == nullptr ? kernel : kStandIn, .threads = 2});
+  if (!planned) {
+    return planned.status();
+  }
+  GuardedBuffer room(static_cast<std::size_t>(workspace_of(problem, kernel)), Fill::nan);
+  const Workspace lent{room.data(), static_cast<std::int64_t>(room.bytes())};
+  return emulated == nullptr
+             ? planned->backward(in, out, lent)
+             : emulated->backward({{.attention = planned->problem(), .threads = 2}, in, out, lent});
+}
+
 Gradients run_backward(const Case& c, const BackwardValues& values, const RunOptions& options) {
   Gradients gradients;
   const Status status = try_backward(c, values, options, gradients);

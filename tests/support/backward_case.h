@@ -32,6 +32,9 @@ struct Gradients {
 
 /// RunOptions::with_lse has no meaning here.
 Gradients run_backward(const Case& c, const BackwardValues& values, const RunOptions& options);
+/// The same on tensors of the test's own.
+Status call_backward(const AttentionProblem& problem, const std::string& kernel,
+                     const BackwardInputs& in, const BackwardOutputs& out);
 Status try_backward(const Case& c, const BackwardValues& values, const RunOptions& options,
                     Gradients& gradients);
 
@@ -61,6 +64,9 @@ std::span<const KernelEntry> emulated_backwards();
 std::vector<std::string> backward_kernels();
 /// Of these dtypes, those that the kernel is for.
 std::vector<DType> backward_dtypes(const std::string& kernel, std::initializer_list<DType> of);
+
+/// Bytes of workspace that the kernel asks for, with two threads.
+std::int64_t workspace_of(const AttentionProblem& problem, const std::string& kernel);
 
 /// The kernel's refusal of a case, empty when it takes it.
 std::string backward_refusal_of(const Case& c, const std::string& kernel);
