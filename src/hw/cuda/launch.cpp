@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "hw/cuda/cluster.h"
 #include "hw/cuda/early.h"
 
 namespace rafter::cuda {
@@ -49,7 +50,8 @@ DeviceScope::~DeviceScope() {
 
 namespace {
 
-Status launch_with(const void* kernel, const LaunchShape& shape, void** arguments, bool early) {
+Status launch_with(const void* kernel, const LaunchShape& shape, void** arguments, bool early,
+                   unsigned in_cluster = 0) {
   if (shape.blocks == 0) {
     return Status::ok();
   }
@@ -62,16 +64,27 @@ Status launch_with(const void* kernel, const LaunchShape& shape, void** argument
       return status;
     }
   }
-  cudaLaunchAttribute overlaps = {};
-  overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlaps.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (early) {
+    cudaLaunchAttribute& overlaps = attributes[count++];
+    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlaps.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (in_cluster > 0) {
+    cudaLaunchAttribute& cluster = attributes[count++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = in_cluster;
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.blocks);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(shape.stream);
-  config.attrs = &overlaps;
-  config.numAttrs = early ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return to_status(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
 }
 
@@ -83,6 +96,11 @@ Status launch(const void* kernel, const LaunchShape& shape, void** arguments) {
 
 Status launch_early(const void* kernel, const LaunchShape& shape, void** arguments) {
   return launch_with(kernel, shape, arguments, true);
+}
+
+Status launch_in_clusters(const void* kernel, const LaunchShape& shape, unsigned cluster,
+                          void** arguments) {
+  return launch_with(kernel, shape, arguments, false, cluster);
 }
 
 Status clear(void* data, std::int64_t bytes, void* stream) {

@@ -1,6 +1,4 @@
 // decode_sm90: the host side of the decode kernel for sm_90a.
-#include "kernels/cuda/decode_sm90.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,6 +14,8 @@
 #include "dispatch/kernel_entry.h"
 #include "hw/cuda/tensor_map.h"
 #include "kernels/cuda/accepts_sm90.h"
+#include "kernels/cuda/decode_sm90_cluster.h"
+#include "tiles/sm90_decode_cluster.h"
 
 namespace rafter {
 namespace {
@@ -34,6 +34,14 @@ constexpr std::array<LaunchFunction, tiles::kSm90DecodeRowCount> kRows = {
     cuda::launch_decode_sm90<kDType, kWidth, 2>};
 constexpr std::array<std::array<LaunchFunction, tiles::kSm90DecodeRowCount>, 2> kLaunch[2] = {
     {kRows<DType::bf16, 0>, kRows<DType::bf16, 1>}, {kRows<DType::f16, 0>, kRows<DType::f16, 1>}};
+
+using ClusterFunction = Status (*)(const DecodeParams&, unsigned, unsigned, void*);
+constexpr int kClusterRows = 2;
+constexpr ClusterFunction kClusters[2][kClusterRows] = {
+    {cuda::launch_decode_sm90_cluster<DType::bf16, 0>,
+     cuda::launch_decode_sm90_cluster<DType::bf16, 1>},
+    {cuda::launch_decode_sm90_cluster<DType::f16, 0>,
+     cuda::launch_decode_sm90_cluster<DType::f16, 1>}};
 
 constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
 
@@ -245,6 +253,29 @@ void set_tensors(DecodeParams& params, const ForwardInputs& in, const ForwardOut
   params.tree_mask_batch = in.tree_mask.stride_batch;
 }
 
+/// CTAs of a cluster, where every head of every sequence gets one; 0: units go round. Sequences of
+/// lengths that only the device knows share all SMs, unless there is but one.
+int cluster_of(const DecodeParams& params, const KernelProblem& problem, const Cut& cut) {
+  const AttentionProblem& p = problem.attention;
+  const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
+  const std::int64_t rows = p.seqlen_q * params.group;
+  if (width_of(p) != 0 || row >= kClusterRows || rows > tiles::kDecodeBlockRows ||
+      p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
+      !params.q.aligned || !params.k.aligned || !params.v.aligned) {
+    return 0;
+  }
+  const std::int64_t heads = p.batch * p.heads_kv;
+  const std::int64_t bytes = heads * p.seqlen_kv * (params.k.row_bytes + params.v.row_bytes);
+  const int ctas = tiles::sm90_decode_cluster(heads, cut.max_parts, bytes);
+  if (ctas == 0) {
+    return 0;
+  }
+  const tiles::Sm90DecodeRow& shape = row_of(p);
+  const int shared = shape.shared_bytes() + tiles::sm90_decode_cluster_bytes(
+                                                shape, cut.max_parts, static_cast<int>(rows), ctas);
+  return shared <= tiles::kDecodeClusterMostBytes ? ctas : 0;
+}
+
 Status forward(const ForwardCall& call) {
   const AttentionProblem& p = call.problem.attention;
   const cuda::DeviceScope device(call.problem.device_index);
@@ -255,6 +286,12 @@ Status forward(const ForwardCall& call) {
   DecodeParams params;
   set_problem(params, call.problem, cut);
   set_tensors(params, call.in, call.out);
+  const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
+  const int dtype = p.dtype == DType::f16 ? 1 : 0;
+  if (const int ctas = cluster_of(params, call.problem, cut); ctas > 0) {
+    return kClusters[dtype][row](params, static_cast<unsigned>(p.batch * p.heads_kv),
+                                 static_cast<unsigned>(ctas), call.stream.handle);
+  }
   const cuda::DecodeMaps maps = set_maps(params, p, call.in);
   if (cut.slots > 0) {
     auto* const bytes = static_cast<std::byte*>(call.workspace.data);
@@ -269,9 +306,8 @@ Status forward(const ForwardCall& call) {
     return sms.status();
   }
   const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
-  const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
-  return kLaunch[p.dtype == DType::f16 ? 1 : 0][width_of(p)][row](
-      params, maps, p.kv_dtype == DType::e4m3, static_cast<unsigned>(blocks), call.stream.handle);
+  return kLaunch[dtype][width_of(p)][row](params, maps, p.kv_dtype == DType::e4m3,
+                                          static_cast<unsigned>(blocks), call.stream.handle);
 }
 
 }  // namespace

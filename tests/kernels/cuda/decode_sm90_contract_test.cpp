@@ -132,7 +132,7 @@ class Rig {
     std::vector<std::int32_t> ids(index(p_.num_pages));
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(page_seed));
-    used_.upload(used.data(), used.size() * 4);
+    used_.upload(used.data(), index(p_.batch) * 4);
     pages_.upload(ids.data(), index(p_.batch * cols() * 4));
   }
   void poison() {
@@ -203,14 +203,16 @@ AttentionProblem rig_problem() {
           .seqused_kv = true};
 }
 
-TEST(DecodeSm90Contract, OneGraphServesGrowingLengthsMovingPagesAndEmptyBatches) {
-  RAFTER_SKIP_WITHOUT_SM90();
-  Rig rig(rig_problem());
-  rig.set({100, 2000, 1, 33}, 1);
+/// The first `batch` of four sequences.
+void serves_growing_lengths(std::int64_t batch) {
+  AttentionProblem problem = rig_problem();
+  problem.batch = batch;
+  Rig rig(problem);
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t ready = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  rig.set({100, 2000, 1, 33}, 1);
   rig.poison();
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
   rig.run(stream);
@@ -233,6 +235,12 @@ TEST(DecodeSm90Contract, OneGraphServesGrowingLengthsMovingPagesAndEmptyBatches)
   (void)cudaGraphExecDestroy(ready);
   (void)cudaGraphDestroy(graph);
   (void)cudaStreamDestroy(stream);
+}
+
+TEST(DecodeSm90Contract, OneGraphServesGrowingLengthsMovingPagesAndEmptyBatches) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  serves_growing_lengths(4);
+  serves_growing_lengths(1);
 }
 
 TEST(DecodeSm90Contract, RepeatsItsBitsUnderTheLoadOfAnotherStream) {

@@ -1,0 +1,402 @@
+// decode_sm90 where every KV head of every sequence has a cluster of CTAs at once: few heads, or
+// one sequence. The cut and the arithmetic are those of decode_sm90.cuh, and so are the bits; what
+// is missing is what a CTA needs to go from unit to unit. CTA i of C has the parts i, i + C, … of
+// its head. Each of its warps copies its own keys (cp.async) and attends to them; the CTA merges
+// its warps and sends each CTA of the cluster a share of the columns through shared memory of the
+// cluster; each merges what it was sent in the order of the parts and writes it out.
+#pragma once
+
+#include "hw/cuda/cluster.cuh"
+#include "hw/cuda/cluster.h"
+#include "hw/cuda/copies.cuh"
+#include "kernels/cuda/decode_sm90_attend.cuh"
+#include "kernels/cuda/decode_sm90_cluster.h"
+#include "kernels/cuda/decode_sm90_finish.cuh"
+#include "tiles/sm90_decode_cluster.h"
+
+namespace rafter::cuda {
+
+template <DType kDType, int kRow, bool kPaged>
+struct DecodeCluster {
+  using Shared = DecodeShared<0, kRow>;
+  using Attend = DecodeAttend<kDType, 0, kRow>;
+  using Finish = DecodeFinish<kDType, 0, kRow>;
+  static constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
+  static constexpr int kSlots = kShape.slots, kKeys = tiles::kDecodeBlockKeys;
+  static constexpr int kChunks = 8 * kShape.panels();     // of 16 bytes in a row
+  static constexpr int kRowsAtOnce = 32 / kChunks;        // that a warp copies in one instruction
+  static constexpr int kColumnsLog2 = kRow == 0 ? 4 : 5;  // four at a time
+  static constexpr int kColumns = 1 << kColumnsLog2;
+  static_assert(4 * kColumns == kShape.head_dim);
+  static_assert(kShape.warps == 8 && kColumns <= 32 && kChunks <= 16);
+
+  const DecodeParams& params;
+  const Shared shared;
+  const std::uint32_t result_barrier;
+  const int cta = cluster_rank(), ctas = cluster_size();
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const int chunk = lane % kChunks;
+
+  /// The head of this cluster; batch, lengths and cut of its sequence.
+  __device__ DecodeUnit find() const {
+    DecodeUnit unit;
+    const int of = cluster_number();
+    unit.batch = params.batch > 1 ? of / params.heads_kv : 0;
+    unit.head = of - unit.batch * params.heads_kv;
+    unit.seqlen_q = params.seqlen_q;
+    unit.seqlen_kv = params.seqlen_kv;
+    tiles::Sm90DecodeCut cut = params.same_cut;
+    if (params.seqused_kv.data != nullptr) {
+      unit.seqlen_kv = clamped_length(index_at(params.seqused_kv, unit.batch), params.seqlen_kv);
+      cut = tiles::sm90_decode_cut(kShape, mask_of(params, unit.seqlen_q, unit.seqlen_kv),
+                                   unit.seqlen_q, params.group, params.least_parts,
+                                   params.forced_parts);
+    }
+    unit.parts = cut.parts;
+    unit.first_tile = cut.first_tile;
+    unit.end_tile = cut.end_tile;
+    unit.first_key = cut.first_key;
+    unit.end_key = cut.end_key;
+    return unit;
+  }
+
+  /// Tiles of this CTA in turn: those of a part, then those of its next part.
+  struct Next {
+    int part, tile;
+    int page = -1;  // of key lane % 16 of this warp there
+  };
+  __device__ Next first(const DecodeUnit& unit) const {
+    Next next{cta, unit.first_tile + cta};
+    look_up(unit, next);
+    return next;
+  }
+  __device__ bool more(const DecodeUnit& unit, const Next& next) const {
+    return next.part < unit.parts && next.tile < unit.end_tile;
+  }
+  __device__ void advance(const DecodeUnit& unit, Next& next) const {
+    next.tile += unit.parts;
+    if (next.tile >= unit.end_tile) {
+      next.part += ctas;
+      next.tile = unit.first_tile + next.part;
+    }
+    look_up(unit, next);
+  }
+  __device__ int first_key(int tile) const { return tile * kShape.tile_keys() + warp * kKeys; }
+  __device__ static bool seen(const DecodeUnit& unit, int key) {
+    return key >= unit.first_key && key < unit.end_key;
+  }
+  __device__ void look_up(const DecodeUnit& unit, Next& next) const {
+    if constexpr (kPaged) {
+      const int key = first_key(next.tile) + lane % kKeys;
+      std::int64_t page = -1;
+      if (more(unit, next) && seen(unit, key)) {
+        page = index_at(params.page_table,
+                        unit.batch * params.page_table_batch + key / params.page_size);
+      }
+      next.page = page >= 0 && page < params.num_pages ? static_cast<int>(page) : -1;
+    }
+  }
+
+  /// Where this lane's chunks of the head's rows begin: of a sequence, or of a page.
+  __device__ const unsigned char* rows_of(const DecodeUnit& unit, const DecodeCache& cache) const {
+    return cache.data + (kPaged ? 0 : unit.batch * cache.stride_batch) +
+           unit.head * cache.stride_heads + chunk * 16;
+  }
+
+  /// Asks for this warp's keys of the next tile: K, or V, whereupon the tile after it is next. One
+  /// group of copies, be it empty.
+  __device__ void ask(const DecodeUnit& unit, Next& next, bool values, int slot,
+                      const unsigned char* k_rows, const unsigned char* v_rows) const {
+    if (more(unit, next)) {
+      const DecodeCache& cache = values ? params.v : params.k;
+      const int first = first_key(next.tile), mine = lane / kChunks;
+      const unsigned char* from = values ? v_rows : k_rows;
+      const std::int64_t step = values ? params.v.stride_seqlen : params.k.stride_seqlen;
+      std::int64_t offset = 0;  // of the row of key lane % 16
+      unsigned present = 0;
+      if constexpr (kPaged) {
+        const int key = first + lane % kKeys;
+        present = __ballot_sync(~0u, next.page >= 0);
+        offset = next.page * cache.stride_batch + key % params.page_size * step;
+        if (!values && lane == 0) {
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.present(slot) + warp * 4),
+                       "r"(present)
+                       : "memory");
+        }
+      } else {
+        from += (first + mine) * step;
+      }
+      // As place() has it: a row's low bits turn those of its chunks.
+      const std::uint32_t to = shared.slot(slot) + Shared::place(warp * kKeys + mine, chunk);
+      const auto behind = static_cast<unsigned>(first + mine - unit.first_key);
+      const auto keys = static_cast<unsigned>(unit.end_key - unit.first_key);
+      const bool within = chunk < cache.chunks;
+#pragma unroll
+      for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
+        const int r = i * kRowsAtOnce;
+        const std::uint32_t at = (to ^ r % 8 * 16) + r * tiles::kDecodePanelBytes;
+        if constexpr (kPaged) {
+          const std::int64_t row = __shfl_sync(~0u, offset, r + mine);
+          copy_16_async_alone(at, from + row, within && (present >> (r + mine) & 1u) != 0 ? 16 : 0);
+        } else {
+          copy_16_async_alone(at, from, within && behind + r < keys ? 16 : 0);
+          from += kRowsAtOnce * step;
+        }
+      }
+      if (values) {
+        advance(unit, next);
+      }
+    }
+    commit_copies();
+  }
+
+  // Queries: where this warp leaves its results later.
+  static_assert(tiles::kDecodeBlockRows * kShape.query_pitch() <=
+                tiles::kDecodeBlockRows * kShape.head_dim * 4);
+  __device__ std::uint32_t queries() const {
+    return shared_address(shared.exchange_o() + warp * tiles::kDecodeBlockRows * kShape.head_dim);
+  }
+  __device__ void ask_queries(const DecodeUnit& unit, int rows) const {
+#pragma unroll 1
+    for (int r = lane / kChunks; r < tiles::kDecodeBlockRows; r += kRowsAtOnce) {
+      const int position = params.seqlen_q > 1 ? r / params.group : 0;
+      const unsigned char* const from =
+          params.q.data + unit.batch * params.q.stride_batch + position * params.q.stride_seqlen +
+          (unit.head * params.group + r - position * params.group) * params.q.stride_heads +
+          chunk * 16;
+      copy_16_async_alone(queries() + r * kShape.query_pitch() + chunk * 16, from,
+                          r < rows && chunk < params.q.chunks ? 16 : 0);
+    }
+  }
+  __device__ void read_queries(typename Attend::Rows& rows) const {
+#pragma unroll
+    for (int i = 0; i < Attend::kSteps; i += 2) {
+      std::uint32_t word[4];
+      load_matrices(word, queries() + lane % 8 * kShape.query_pitch() + 32 * i + lane / 8 * 16);
+      rows.q[i][0] = word[0];
+      rows.q[i][1] = word[1];
+      rows.q[i + 1][0] = word[2];
+      rows.q[i + 1][1] = word[3];
+    }
+  }
+
+  // What a CTA is sent: of each part and row its share of the columns, four at a time, then
+  // (maximum, sum).
+  __device__ int share_log2() const { return kColumnsLog2 - (31 - __clz(ctas)); }
+  __device__ int share() const { return 1 << share_log2(); }
+  __device__ unsigned char* received() const {
+    return shared.raw + kShape.shared_bytes() - tiles::Sm90DecodeRow::kAlign;
+  }
+  __device__ float4* received_o(int part, int r, int rows) const {
+    return reinterpret_cast<float4*>(received()) + (part * rows + r) * share();
+  }
+  __device__ float2* received_state(int part, int r, int rows, int parts) const {
+    return reinterpret_cast<float2*>(received_o(parts, 0, rows)) + part * rows + r;
+  }
+
+  /// Merges what the warps have of a part, a row each, and sends it.
+  __device__ void send(const DecodeUnit& unit, int rows) const {
+    const int r = warp, c = lane % kColumns;
+    if (r >= rows) {
+      return;
+    }
+    float2 state[Shared::kWarps];
+    float4 part[Shared::kWarps];
+    float top = -INFINITY;
+#pragma unroll
+    for (int s = 0; s < Shared::kWarps; ++s) {
+      const int of = s * tiles::kDecodeBlockRows + r;
+      state[s] = shared.exchange_state()[of];
+      part[s] =
+          *reinterpret_cast<const float4*>(shared.exchange_o() + Shared::exchange_place(of, 4 * c));
+      top = fmaxf(top, state[s].x);
+    }
+    typename Finish::Merged merged;
+    const float finite = merged.rise(top);
+#pragma unroll
+    for (int s = 0; s < Shared::kWarps; ++s) {
+      const float weight = exp2_approx(state[s].x - finite);
+      merged.sum += state[s].y * weight;
+      merged.add(weight, part[s]);
+    }
+    const int to = c >> share_log2(), first = to << share_log2();
+    const std::uint32_t barrier = cluster_address(result_barrier, to);
+    if (lane < kColumns) {
+      cluster_send(cluster_address(shared_address(received_o(unit.part, r, rows) + c - first), to),
+                   make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]), barrier);
+      if (c == first) {
+        cluster_send(
+            cluster_address(shared_address(received_state(unit.part, r, rows, unit.parts)), to),
+            make_float2(merged.max, merged.sum), barrier);
+      }
+    }
+  }
+
+  /// Merges what the parts have of this CTA's columns, in their order, and writes it out.
+  __device__ void write(const DecodeUnit& unit, int rows) const {
+    constexpr int kGroup = 32;  // parts, as where units go round
+    const int r = static_cast<int>(threadIdx.x) >> share_log2();
+    const int c = static_cast<int>(threadIdx.x) & (share() - 1);
+    const int d = 4 * ((cta << share_log2()) + c);
+    cluster_barrier_wait(result_barrier, 0);  // all: a CTA that has ended can be sent nothing
+    if (r >= rows || d >= params.head_dim_v) {
+      return;
+    }
+    typename Finish::Merged merged;
+#pragma unroll 1
+    for (int group = 0; group < unit.parts; group += kGroup) {
+      const int end = min(group + kGroup, unit.parts);
+      float top = -INFINITY;
+#pragma unroll 4
+      for (int part = group; part < end; ++part) {
+        top = fmaxf(top, received_state(part, r, rows, unit.parts)->x);
+      }
+      const float finite = merged.rise(top);
+#pragma unroll 4
+      for (int part = group; part < end; ++part) {
+        const float2 state = *received_state(part, r, rows, unit.parts);
+        const float weight = exp2_approx(state.x - finite);
+        merged.sum += state.y * weight;
+        merged.add(weight, received_o(part, r, rows)[c]);
+      }
+    }
+    Finish{params, shared}.write_result(unit, r, d, merged);
+  }
+
+  /// As attend.finish_scores(), which has nothing to hide where all rows see all 16 keys.
+  __device__ void finish_scores(const Attend& attend, const DecodeUnit& unit,
+                                const typename Attend::Rows& mine, int slot, int first,
+                                float (&s)[4]) const {
+    const bool alike = params.seqlen_q == 1 || (params.window_left < 0 && params.window_right < 0);
+    if (!kPaged && alike && params.transform_cap == 0 && params.tree_mask == nullptr &&
+        first >= unit.first_key && first + kKeys <= unit.end_key) {
+#pragma unroll
+      for (float& score : s) {
+        score *= params.scale_log2;
+      }
+    } else {
+      attend.finish_scores(mine, slot, warp, first, s);
+    }
+  }
+
+  /// What this CTA has of a part is complete.
+  __device__ void finish(const Attend& attend, const DecodeUnit& unit,
+                         const typename Attend::Rows& mine, int rows) const {
+    attend.exchange(unit, mine);
+    __syncthreads();
+    send(unit, rows);
+    if (unit.part + ctas < unit.parts) {
+      __syncthreads();  // the next part's results go to the same place
+    }
+  }
+
+  __device__ void run() const {
+    DecodeUnit unit = find();
+    const int rows = Shared::rows_of(params, unit);
+    ask_queries(unit, rows);
+    if (threadIdx.x == 0) {
+      barrier_init(result_barrier, 1);
+      barrier_init_fence();
+      barrier_arrive_expect(result_barrier,
+                            static_cast<std::uint32_t>(unit.parts * rows * (share() * 16 + 8)));
+    }
+    cluster_arrive();
+    const Attend attend{params, false, shared};
+    typename Attend::Rows mine;
+    const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
+                                                                     rows_of(unit, params.v);
+    Next next = first(unit);
+    unit.part = cta;
+    int tile = unit.first_tile + cta, slot = 0;
+    bool first_of_part = true;
+    float s[4];
+    // One place for all copies, as instructions come from memory too: the first rounds only ask.
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const bool values = round % 2 != 0;
+      bool ends = false;  // a part
+      if (round >= kSlots) {
+        if (round == kSlots) {
+          cluster_wait();  // before anything is sent; the keys take longer
+        }
+        if (unit.part >= unit.parts) {
+          break;
+        }
+        if (values) {
+          attend.softmax(mine, s);
+        } else if (first_of_part) {
+          attend.empty_rows(unit, mine);
+          first_of_part = false;
+        }
+        wait_copies<kSlots - 1>();
+        __syncwarp();
+        const bool there = tile < unit.end_tile;  // else the sequence has no keys
+        if (!values) {
+          if (round == kSlots) {
+            read_queries(mine);
+          }
+          s[0] = s[1] = s[2] = s[3] = -INFINITY;
+          if (there) {
+            attend.scores(mine, shared.slot(slot), warp, s);
+            finish_scores(attend, unit, mine, slot, first_key(tile), s);
+          }
+        } else {
+          if (there) {
+            attend.values(mine, slot, warp, s);
+          }
+          tile += unit.parts;
+          ends = tile >= unit.end_tile;
+        }
+        __syncwarp();
+      }
+      ask(unit, next, values, slot, k_rows, v_rows);
+      slot = slot + 1 == kSlots ? 0 : slot + 1;
+      if (ends) {
+        finish(attend, unit, mine, rows);
+        unit.part += ctas;
+        tile = unit.first_tile + unit.part;
+        first_of_part = true;
+      }
+    }
+    write(unit, rows);
+    if (warp == 0 && cta == 0) {
+      unit.part = 0;
+      Finish{params, shared, Shared::kWarps, lane}.count_bad_pages(unit);
+    }
+  }
+};
+
+template <DType kDType, int kRow, bool kPaged>
+__global__ void __launch_bounds__(32 * DecodeShared<0, kRow>::kWarps, 1)
+    decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
+  extern __shared__ unsigned char raw[];
+  __shared__ DecodeControl control;  // for the sake of its type
+  __shared__ std::uint64_t result_barrier;
+  constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
+  const std::uint32_t start = shared_address(raw);
+  const DecodeShared<0, kRow> shared{raw + ((start + kAlign - 1) / kAlign * kAlign - start),
+                                     control};
+  DecodeCluster<kDType, kRow, kPaged>{params, shared, shared_address(&result_barrier)}.run();
+}
+
+template <DType kDType, int kRow>
+Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
+                                  void* stream) {
+  constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
+  void* arguments[] = {const_cast<DecodeParams*>(&params)};
+  const int received = tiles::sm90_decode_cluster_bytes(
+      kShape, params.max_parts, params.seqlen_q * params.group, static_cast<int>(ctas));
+  const void* const kernel =
+      params.page_size > 0
+          ? reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, true>)
+          : reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, false>);
+  return launch_in_clusters(
+      kernel,
+      {.blocks = heads * ctas,
+       .threads = 32 * kShape.warps,
+       .shared_bytes = static_cast<unsigned>(kShape.shared_bytes() + received),
+       .stream = stream},
+      ctas, arguments);
+}
+
+}  // namespace rafter::cuda

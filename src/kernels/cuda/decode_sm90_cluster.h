@@ -1,0 +1,15 @@
+// decode_sm90 in clusters: how the host launches it.
+#pragma once
+
+#include "kernels/cuda/decode_sm90.h"
+
+namespace rafter::cuda {
+
+/// As launch_decode_sm90(), where each of `heads` (sequence × KV head) has a cluster of so many
+/// CTAs: 16-bit caches in aligned rows, not packed, up to 8 query rows, tuning rows 0 and 1.
+/// Defined in decode_sm90_cluster.cuh, instantiated in inst/.
+template <DType kDType, int kRow>
+Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
+                                  void* stream);
+
+}  // namespace rafter::cuda

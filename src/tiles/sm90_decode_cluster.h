@@ -1,0 +1,45 @@
+// Which decode problems on sm_90a go to clusters: every KV head of a sequence has a cluster of CTAs
+// of its own, and all of them run at once. How keys are cut is as everywhere (sm90_decode.h).
+#pragma once
+
+#include <cstdint>
+
+#include "tiles/sm90_decode.h"
+
+namespace rafter::tiles {
+
+/// Clusters of 8, 4 and 2 CTAs with most of an SM's shared memory that an H200 holds at once: its
+/// SMs come in groups of 18, 16 and 10, and a cluster lies within one. Where fewer fit some wait.
+constexpr int sm90_decode_cluster_size(std::int64_t heads) {
+  return heads <= 15 ? 8 : heads <= 30 ? 4 : heads <= 66 ? 2 : 0;
+}
+
+/// CTAs for each of `heads` (sequence × KV head) with at most so many parts and `bytes` of keys and
+/// values in all; 0: units that go round all SMs are quicker, as an SM reads 97 GB/s at most and
+/// saves some 4.5 µs here, less 1.1 for each part of a CTA that follows another.
+constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_t bytes) {
+  int ctas = sm90_decode_cluster_size(heads);
+  while (ctas > 2 && ctas > max_parts) {
+    ctas /= 2;
+  }
+  if (ctas == 0) {
+    return 0;
+  }
+  constexpr double kOfSm = 97e9, kOfAll = 4.2e12, kSaved = 4.5e-6, kLess = 1.1e-6;
+  const double of_these = kOfSm * static_cast<double>(heads * ctas);
+  const int following = (max_parts + ctas - 1) / ctas - 1;
+  const double saved = kSaved - kLess * following;
+  const double lost = static_cast<double>(bytes) * (1 / of_these - 1 / kOfAll);
+  return of_these < kOfAll && lost > saved ? 0 : ctas;
+}
+
+/// Behind the shared memory of sm90_decode.h: what the parts have of the columns of a CTA.
+constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int rows,
+                                        int ctas) {
+  const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
+  return max_parts * rows * part;
+}
+/// What a CTA may have beside its barriers.
+inline constexpr int kDecodeClusterMostBytes = 225 * 1024;
+
+}  // namespace rafter::tiles

@@ -1,0 +1,40 @@
+#include "tiles/sm90_decode_cluster.h"
+
+#include <gtest/gtest.h>
+
+namespace rafter::tiles {
+namespace {
+
+constexpr std::int64_t kMega = 1'000'000;
+
+TEST(Sm90DecodeCluster, IsAsLargeAsLetsAllHeadsRunAtOnce) {
+  EXPECT_EQ(sm90_decode_cluster(8, 16, 34 * kMega), 8);
+  EXPECT_EQ(sm90_decode_cluster(15, 16, 34 * kMega), 8);
+  EXPECT_EQ(sm90_decode_cluster(16, 16, 34 * kMega), 4);
+  EXPECT_EQ(sm90_decode_cluster(32, 16, 34 * kMega), 2);
+  EXPECT_EQ(sm90_decode_cluster(67, 16, 34 * kMega), 0);
+}
+
+TEST(Sm90DecodeCluster, HasNoMoreCtasThanPartsButTwo) {
+  EXPECT_EQ(sm90_decode_cluster(8, 7, kMega), 4);
+  EXPECT_EQ(sm90_decode_cluster(8, 2, kMega), 2);
+  EXPECT_EQ(sm90_decode_cluster(8, 1, kMega), 2);
+}
+
+TEST(Sm90DecodeCluster, LeavesManyBytesOrPartsOfFewHeadsToAllSms) {
+  EXPECT_EQ(sm90_decode_cluster(1, 8, 2 * kMega), 8);
+  EXPECT_EQ(sm90_decode_cluster(1, 8, 8 * kMega), 0);
+  EXPECT_EQ(sm90_decode_cluster(1, 40, kMega), 0);
+  EXPECT_EQ(sm90_decode_cluster(4, 9, 17 * kMega), 8);
+  EXPECT_EQ(sm90_decode_cluster(4, 33, 17 * kMega), 0);
+  EXPECT_EQ(sm90_decode_cluster(8, 16, 1000 * kMega), 8);
+}
+
+TEST(Sm90DecodeCluster, SharedMemoryHoldsWhatTheLargestIsSent) {
+  const Sm90DecodeRow& row = kSm90DecodeRows[0][1];
+  EXPECT_EQ(sm90_decode_cluster_bytes(row, 16, 4, 8), 16 * 4 * (16 * 4 + 8));
+  EXPECT_LE(row.shared_bytes() + sm90_decode_cluster_bytes(row, 16, 8, 2), kDecodeClusterMostBytes);
+}
+
+}  // namespace
+}  // namespace rafter::tiles
