@@ -9,12 +9,13 @@
 
 namespace rafter::tiles {
 
-/// Keys of a part, and of one pass of softmax within a longer part. The scores of four query rows
-/// take 8 KiB of the L1; a part's partial result is 1.6% of its keys' bytes (bf16, group 4).
+/// Keys of a part. A part's partial result is 1.6% of its keys' bytes (bf16, group 4).
 inline constexpr std::int64_t kDecodeChunk = 512;
-/// Keys whose rows stay in the L1 while the query rows of an item meet them.
+/// Keys of one pass of scores, softmax and values, for each head of an item in turn: those of eight
+/// heads of 128 bf16 elements, and the next tile's, take half a megabyte of the L2.
 inline constexpr std::int64_t kDecodeTile = 64;
-/// Query rows (a position and a head of the group each) of one item, at most.
+/// Query rows (a position and a head of the group each) of one KV head of an item, at most; and of
+/// all its heads together, which an item holds at once.
 inline constexpr std::int64_t kDecodeRows = 64;
 /// New tokens of a sequence whose keys are split without being asked; more of them fill the
 /// threads.
@@ -43,21 +44,37 @@ static_assert(KeyParts{0, 0}.count() == 1 && KeyParts{0, 0}.part(0).size() == 0)
 static_assert(KeyParts{513, 0}.count() == 2 && KeyParts{513, 0}.part(1).size() == 1);
 static_assert(KeyParts{10, 4}.part(1).first == 3 && KeyParts{10, 4}.part(3).last == 10);
 
+/// Whether tiles multiply keys of `bytes` an element: whole rows of 64 bytes of keys, and two tiles
+/// of 16 columns of values.
+constexpr bool decode_fits_tiles(std::int64_t bytes, std::int64_t head_dim,
+                                 std::int64_t head_dim_v) {
+  return head_dim * bytes % 64 == 0 && head_dim_v % 32 == 0;
+}
+
 /// Where an item's parts lie in a thread's scratch, in floats.
 struct DecodeLayout {
-  std::int64_t rows = 0;     // query rows of an item, padded to blocks of four
-  std::int64_t depth = 0;    // head_dim, padded to a step
-  std::int64_t columns = 0;  // head_dim_v, padded to a step
-  std::int64_t q = 0, o = 0, scores = 0, state = 0, keys = 0;  // offsets
-  std::int64_t floats = 0;                                     // in all
+  std::int64_t rows = 0;                          // query rows of a head, padded to blocks of four
+  std::int64_t heads = 0;                         // KV heads of an item, at most
+  std::int64_t depth = 0;                         // head_dim, padded to a step
+  std::int64_t columns = 0;                       // head_dim_v, padded to a step
+  std::int64_t head = 0;                          // floats of a head, one after the other
+  std::int64_t q = 0, o = 0, state = 0;           // offsets in a head
+  std::int64_t scores = 0, keys = 0, scales = 0;  // offsets, once
+  // of a kernel on tiles: queries of a head; rows of keys, int8 sums, weights, pairs of values,
+  // output
+  std::int64_t tile_q = 0;
+  std::int64_t tile_rows = 0, tile_sums = 0, tile_weights = 0, tile_pairs = 0, tile_out = 0;
+  std::int64_t floats = 0;  // in all
 };
 
-/// `step` is the number of elements that the kernel loads at once.
+/// `step` is the number of elements that the kernel loads at once; `tiles`: it multiplies on tiles.
 constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
-                                     std::int64_t head_dim_v, std::int64_t query_rows) {
+                                     std::int64_t head_dim_v, std::int64_t query_rows,
+                                     std::int64_t heads_kv, bool tiles) {
   const auto up = [](std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; };
   DecodeLayout out;
   out.rows = up(std::clamp<std::int64_t>(query_rows, 1, kDecodeRows), 4);
+  out.heads = std::clamp<std::int64_t>(kDecodeRows / out.rows, 1, heads_kv);
   out.depth = up(head_dim, step);
   out.columns = up(head_dim_v, step);
   std::int64_t at = 0;
@@ -68,9 +85,22 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   };
   out.q = take(out.rows * out.depth);
   out.o = take(out.rows * out.columns);
-  out.scores = take(out.rows * kDecodeChunk);
-  out.state = take(2 * out.rows);       // running maximum and sum of each row
-  out.keys = take(6 * kDecodeChunk);    // offsets of K and V rows (2 × int64), two scales
+  out.state = take(2 * out.rows);  // running maximum and sum of each row
+  if (tiles) {
+    out.tile_q = take(out.rows * out.depth);  // 4 rows: head_dim / 4 · 12 words, and 12 factors
+  }
+  out.head = at;
+  at *= out.heads;
+  out.scores = take(4 * kDecodeTile);
+  out.keys = take(8 * kDecodeTile);    // offsets of K and V rows of two tiles, int64
+  out.scales = take(2 * kDecodeTile);  // of K and V
+  if (tiles) {
+    out.tile_rows = take(32 * out.depth / 2);  // of 2 bytes an element
+    out.tile_sums = take(32 * 12);
+    out.tile_weights = take(2 * 8 * 16);
+    out.tile_pairs = take(kDecodeTile / 2 * out.columns);
+    out.tile_out = take(8 * out.columns);
+  }
   out.floats = up(at + 16, 1024) + 16;  // threads apart by more than a page
   return out;
 }

@@ -4,8 +4,9 @@
 // encodes them. Manual: Intel 64 and IA-32 SDM vol. 1 ch. 18, vol. 2 (TILELOADD, TDPBF16PS, …).
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -46,21 +47,32 @@ inline void dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
-/// All eight tiles as 16 rows of 64 bytes, from here to the end of the scope, on this thread. The
-/// state is per thread; releasing it lets the core leave its AMX power state and makes context
-/// switches cheap again.
+/// C[m][n] += Σ over k and i < 4 of A[m][4k + i] B[k][4n + i], signed bytes, int32 sums.
+template <int kC, int kA, int kB>
+inline void dot_int8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
+struct TileShape {
+  int rows = kRows, row_bytes = kRowBytes;
+};
+
+/// All eight tiles as 16 rows of 64 bytes, or of the shapes given, from here to the end of the
+/// scope, on this thread. The state is per thread; releasing it lets the core leave its AMX power
+/// state and makes context switches cheap again.
 class TileScope {
  public:
-  TileScope() {
+  TileScope() : TileScope(std::array<TileShape, 8>{}) {}
+  explicit TileScope(const std::array<TileShape, 8>& shapes) {
     struct alignas(64) Config {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
       std::uint16_t row_bytes[16] = {};
       std::uint8_t rows[16] = {};
     } config;
     static_assert(sizeof(Config) == 64);
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kRowBytes;
-      config.rows[i] = kRows;
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      config.row_bytes[i] = static_cast<std::uint16_t>(shapes[i].row_bytes);
+      config.rows[i] = static_cast<std::uint8_t>(shapes[i].rows);
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }
@@ -95,6 +107,12 @@ inline std::string request() {
     return "the kernel refuses permission to use AMX (arch_prctl)";
   }
   return {};
+}
+
+/// Whether a CPU with AMX multiplies bytes too.
+inline bool has_int8() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & (1u << 25)) != 0;
 }
 
 #else

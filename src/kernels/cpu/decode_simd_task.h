@@ -30,6 +30,7 @@ struct Run {
   const ForwardCall& call;
   tiles::DecodeLayout layout;
   std::int64_t heads = 1;          // KV heads of an item
+  std::int64_t turn = 1;           // items that a thread takes at a time, from a multiple on
   const Plan* plans = nullptr;     // [batch + 1], the last holds the totals
   float* partial_o = nullptr;      // [partial rows, layout.columns], not divided by the sum
   float* partial_state = nullptr;  // [partial rows, 2]: maximum (of log2) and sum
