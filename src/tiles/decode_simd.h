@@ -104,5 +104,8 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   out.floats = up(at + 16, 1024) + 16;  // threads apart by more than a page
   return out;
 }
+// a thread's scratch, at its most
+static_assert(decode_layout(32, 256, 256, kDecodeRows, 1, true).floats * 4 < 1 << 19);
+static_assert(decode_layout(32, 256, 256, 1, 1024, true).floats * 4 < 1 << 19);
 
 }  // namespace rafter::tiles
