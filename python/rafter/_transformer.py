@@ -87,7 +87,7 @@ class Transformer:
     @classmethod
     def load(
         cls, folder: Union[str, "os.PathLike[str]"], device: str = "cpu",
-        dtype: Optional[str] = None,
+        dtype: Optional[str] = None, weights: Optional[str] = None, group_size: int = 128,
     ) -> "Transformer":  # fmt: skip
         """Reads a Hugging Face folder: config.json with model.safetensors or shards of it.
 
@@ -96,32 +96,42 @@ class Transformer:
             device: "cpu", "cuda" or "cuda:1".
             dtype: "f32", "bf16" or "f16", to which other weights are rounded; by default the
                 published one.
+            weights: of the layers' matrices: "int8", "e4m3" or "int4", quantised as they are read,
+                with a factor for each row or, in int4, for each group_size elements of one; by
+                default the dtype. The embedding, lm_head, norms and biases stay in the dtype.
+            group_size: of int4: 32, 64 or 128.
 
         Raises:
-            ValueError: a config.json or a tensor that means nothing; OSError: a file that cannot be
+            ValueError: a config.json or a tensor that means nothing, weights that a matrix has no
+                such form of; OSError: a file that cannot be
                 read. NotImplementedError: a key of config.json whose mathematics is not built, a
                 dtype that the device has no products in.
         """
-        return cls(_core.Transformer.load(os.fspath(folder), device, dtype))
+        return cls(
+            _core.Transformer.load(os.fspath(folder), device, dtype, weights, group_size)
+        )
 
     @classmethod
     def random(
         cls, config: Config = "reference-60m", seed: int = 0, device: str = "cpu",
-        dtype: Optional[str] = None,
+        dtype: Optional[str] = None, weights: Optional[str] = None, group_size: int = 128,
     ) -> "Transformer":  # fmt: skip
         """Weights random by seed, the same bits on every device.
 
         Args:
             config: "reference-60m", "reference-7b", the path of a config.json, or its contents as a
                 dict.
-            seed, device, dtype: as for load.
+            seed: of the hash that gives each weight.
+            device, dtype, weights, group_size: as for load.
         """
         if isinstance(config, Mapping):
             given, kind = json.dumps(dict(config)), "json"
         else:
             given = os.fspath(config)
             kind = "file" if os.sep in given or given.endswith(".json") else "name"
-        return cls(_core.Transformer.random(given, kind, seed, device, dtype))
+        return cls(
+            _core.Transformer.random(given, kind, seed, device, dtype, weights, group_size)
+        )
 
     def session(
         self, max_batch: int = 1, max_seqlen: int = 4096, page_size: int = 64,
@@ -158,8 +168,13 @@ class Transformer:
 
     @property
     def dtype(self) -> str:
-        """Of its weights and activations."""
+        """Of its activations, and of weights that are not quantised."""
         return self._core.dtype
+
+    @property
+    def weights(self) -> str:
+        """The format of its layers' matrices: its dtype, "int8", "e4m3" or "int4"."""
+        return self._core.weights
 
     @property
     def weight_bytes(self) -> int:

@@ -134,6 +134,11 @@ nb::dict config_dict(const Transformer& model) {
   return d;
 }
 
+/// int8, e4m3 or int4 by name; none: the model's dtype.
+WeightFormat format_of(const std::optional<std::string>& weights, std::int64_t group_size) {
+  return {.dtype = dtype_named("weights", weights), .group_size = group_size};
+}
+
 TransformerConfig config_of(const std::string& given, const std::string& kind) {
   return value_or_raise(kind == "json"   ? parse_transformer(given)
                         : kind == "file" ? load_transformer(given)
@@ -173,35 +178,44 @@ void bind_transformer(nb::module_& m) {
       .def_static(
           "load",
           [](const std::string& folder, const std::string& device,
-             const std::optional<std::string>& dtype) {
+             const std::optional<std::string>& dtype, const std::optional<std::string>& weights,
+             std::int64_t group_size) {
             const Device on = device_named(device);
             const std::optional<DType> wanted = dtype_named("dtype", dtype);
+            const WeightFormat format = format_of(weights, group_size);
             Result<Transformer> model = [&] {
               nb::gil_scoped_release released;
-              return Transformer::load(folder, on, wanted);
+              return Transformer::load(folder, on, wanted, format);
             }();
             return value_or_raise(std::move(model));
           },
-          nb::arg("folder"), nb::arg("device"), nb::arg("dtype").none())
+          nb::arg("folder"), nb::arg("device"), nb::arg("dtype").none(),
+          nb::arg("weights").none(), nb::arg("group_size"))
       .def_static(
           "random",
           [](const std::string& config, const std::string& kind, std::uint64_t seed,
-             const std::string& device, const std::optional<std::string>& dtype) {
+             const std::string& device, const std::optional<std::string>& dtype,
+             const std::optional<std::string>& weights, std::int64_t group_size) {
             const TransformerConfig known = config_of(config, kind);
             const Device on = device_named(device);
             const std::optional<DType> wanted = dtype_named("dtype", dtype);
+            const WeightFormat format = format_of(weights, group_size);
             Result<Transformer> model = [&] {
               nb::gil_scoped_release released;
-              return Transformer::random(known, seed, on, wanted);
+              return Transformer::random(known, seed, on, wanted, format);
             }();
             return value_or_raise(std::move(model));
           },
           nb::arg("config"), nb::arg("kind"), nb::arg("seed"), nb::arg("device"),
-          nb::arg("dtype").none())
+          nb::arg("dtype").none(), nb::arg("weights").none(), nb::arg("group_size"))
       .def("session", &make_session, nb::arg("options"))
       .def_prop_ro("config", &config_dict)
       .def_prop_ro("device", [](const Transformer& model) { return text(model.device()); })
       .def_prop_ro("dtype", [](const Transformer& model) { return to_string(model.dtype()); })
+      .def_prop_ro("weights",
+                   [](const Transformer& model) {
+                     return to_string(model.weight_format().dtype.value_or(model.dtype()));
+                   })
       .def_prop_ro("weight_bytes", &Transformer::weight_bytes);
 }
 

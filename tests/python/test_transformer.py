@@ -69,6 +69,23 @@ def test_an_8_bit_cache_is_a_quarter_with_its_factors_and_near(model):
         other.decode([2])
 
 
+@pytest.mark.parametrize(
+    ("weights", "bound"), [("int8", 0.02), ("e4m3", 0.1), ("int4", 0.3)]
+)
+def test_quantised_weights_are_fewer_bytes_and_near(weights, bound):
+    config = {**TINY, "hidden_size": 128, "intermediate_size": 128}
+    plain = rafter.Transformer.random(config, seed=3)
+    packed = rafter.Transformer.random(config, seed=3, weights=weights, group_size=32)
+    assert (plain.weights, packed.weights, packed.dtype) == ("f32", weights, "f32")
+    share = packed.weight_bytes / plain.weight_bytes
+    assert (0.15 if weights == "int4" else 0.25) < share < (0.25 if weights == "int4" else 0.4)
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
+    session, other = (m.session(max_batch=2, max_seqlen=16) for m in (plain, packed))
+    for step in (lambda s: s.prefill(prompts), lambda s: s.decode([2, 7])):
+        expected, given = (np.from_dlpack(step(s)) for s in (session, other))
+        assert 0 < np.linalg.norm(given - expected) / np.linalg.norm(expected) < bound
+
+
 def test_a_config_is_a_name_a_file_or_a_dict(model, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
@@ -108,5 +125,9 @@ def test_refusals_name_what_is_wrong(model):
         model.session(kv_dtype="f16")
     with pytest.raises(ValueError, match="prefill.*half-fused"):
         model.session(prefill="slow")
+    with pytest.raises(ValueError, match="weights.*f16"):
+        rafter.Transformer.random(TINY, weights="f16")
+    with pytest.raises(ValueError, match="group_size"):
+        rafter.Transformer.random(TINY, weights="int4", group_size=48)
     with pytest.raises(ValueError, match="device.*cpu"):
         rafter.Transformer.random(TINY, device="tpu")
