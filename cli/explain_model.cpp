@@ -1,6 +1,7 @@
 // explain model prefill|decode, and explain memory.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -17,7 +18,19 @@ struct ModelFlags {
       intermediate_size, vocab_size;
   std::optional<DType> weight_dtype, kv_dtype;
   Pipeline pipeline = Pipeline::fused;
+  std::int64_t page_size = 0;  // 0: the cache is of rows
 };
+
+/// The model and a length as a session's cache holds them: whole pages, and no row given up that a
+/// window has left behind.
+ModelConfig paged_model(ModelConfig model, const ModelFlags& flags) {
+  model.sliding_window = flags.page_size > 0 ? 0 : model.sliding_window;
+  return model;
+}
+std::int64_t paged_length(std::int64_t seqlen, const ModelFlags& flags) {
+  const std::int64_t page = std::max<std::int64_t>(1, flags.page_size);
+  return (seqlen + page - 1) / page * page;
+}
 
 void add_model_flags(CLI::App& command, ModelFlags& flags) {
   add_text(command, "--model", flags.model,
@@ -35,6 +48,14 @@ void add_model_flags(CLI::App& command, ModelFlags& flags) {
   add_dtype(command, "--weight-dtype", flags.weight_dtype, "of the weights (default: the model's)");
   add_dtype(command, "--kv-dtype", flags.kv_dtype, "of the KV cache (default: the model's)");
   add_pipeline(command, flags.pipeline, "of the attention: unfused half-fused fused split-kv");
+}
+
+void add_page_size(CLI::App& command, ModelFlags& flags) {
+  add_length(
+      command, "--page-size", flags.page_size,
+      "what fits is counted in whole pages of so many tokens, as a session's cache has them; "
+      "0: in tokens",
+      {0, std::int64_t{1} << 28});
 }
 
 ModelConfig model_of(const ModelFlags& flags) {
@@ -237,14 +258,30 @@ void set_ridge_batches(Document& document, ModelStep step, const DeviceSpec& dev
   }
 }
 
+/// The budget, with what fits counted as the cache is kept.
+ModelBudget budget_of(const ModelOptions& options, ModelStep& step, const DeviceSpec& device,
+                      const Convention& convention) {
+  if (options.model.page_size == 0 || step.seqlen == 0) {
+    return value_or_fail(model_budget(step, device, convention));
+  }
+  ModelStep kept = step;
+  kept.model = paged_model(step.model, options.model);
+  kept.seqlen = paged_length(step.seqlen, options.model);
+  const ModelBudget of_pages = value_or_fail(model_budget(kept, device, convention));
+  step.batch = static_cast<std::int64_t>(of_pages.batch);
+  ModelBudget budget = value_or_fail(model_budget(step, device, convention));
+  budget.max_batch = of_pages.max_batch;
+  return budget;
+}
+
 void explain_model(const ModelOptions& options, const Context& context) {
   DeviceSpec device = device_of(options.explain);
   if (options.sustained) {
     device = at_sustained_rates(std::move(device));
   }
   const Convention convention = convention_of(options.explain, device);
-  const ModelStep step = step_of(options);
-  const ModelBudget budget = value_or_fail(model_budget(step, device, convention));
+  ModelStep step = step_of(options);
+  const ModelBudget budget = budget_of(options, step, device, convention);
   Json echo = model_json(step.model);
   echo["phase"] = to_string(step.phase);
   echo["seqlen"] = step.seqlen;
@@ -253,6 +290,9 @@ void explain_model(const ModelOptions& options, const Context& context) {
   echo["weight_dtype"] = to_string(step.weight_dtype.value_or(step.model.dtype));
   echo["kv_dtype"] = to_string(step.kv_dtype.value_or(step.model.dtype));
   echo["graph"] = step.graph;
+  if (options.model.page_size > 0) {
+    echo["page_size"] = options.model.page_size;
+  }
   Document document = explain_document(device, budget.convention, std::move(echo));
   label_budget(document);
   document.headline(fmt::format(
@@ -325,6 +365,7 @@ void add_phase(CLI::App& parent, Context& context, Phase phase) {
     add_real(*command, "--gain", options->gain,
              "also solve for the length that gains this over unfused", {1, 1e6});
   } else {
+    add_page_size(*command, options->model);
     add_length(*command, "--splits", options->splits, "parts of the keys");
     add_real(*command, "--memory-floor-s,--memory-floor-seconds", options->memory_floor_s,
              "time of reading the weights, in place of bytes over bandwidth", {1e-300, 1e300});
@@ -356,19 +397,27 @@ void explain_memory(const MemoryOptions& options, Context& context) {
   const DeviceSpec device = device_of(options.explain);
   const Convention convention = convention_of(options.explain, device);
   MemoryProblem problem;
-  problem.model = model_of(options.model);
+  problem.model = paged_model(model_of(options.model), options.model);
   problem.batch = options.batch;
   problem.pipeline = options.model.pipeline;
   problem.weight_dtype = options.model.weight_dtype;
   problem.kv_dtype = options.model.kv_dtype;
   problem.capacity_bytes = options.explain.capacity_bytes;
-  const MemoryPlan plan = value_or_fail(plan_memory(problem, &device, convention));
+  MemoryPlan plan = value_or_fail(plan_memory(problem, &device, convention));
+  const std::int64_t page_size = options.model.page_size;
+  if (page_size > 0 && plan.max_seqlen >= page_size) {
+    plan.max_seqlen = plan.max_seqlen / page_size * page_size;
+    plan.at_max = value_or_fail(memory_use(problem, plan.max_seqlen, &device, convention));
+  }
   Json echo = model_json(problem.model);
   echo["batch"] = problem.batch;
   echo["pipeline"] = to_string(problem.pipeline);
   echo["layers_live"] = convention.layers_live == 0 ? Json("all") : number(convention.layers_live);
   echo["weight_dtype"] = to_string(problem.weight_dtype.value_or(problem.model.dtype));
   echo["kv_dtype"] = to_string(problem.kv_dtype.value_or(problem.model.dtype));
+  if (page_size > 0) {
+    echo["page_size"] = page_size;
+  }
   if (options.seqlen) {
     echo["seqlen"] = *options.seqlen;
   }
@@ -389,7 +438,8 @@ void explain_memory(const MemoryOptions& options, Context& context) {
   document.label("bytes_at_max", "memory held at that length").label("share", "of the memory");
   MemoryUse use = plan.at_max;
   if (options.seqlen) {
-    use = value_or_fail(memory_use(problem, *options.seqlen, &device, convention));
+    use = value_or_fail(
+        memory_use(problem, paged_length(*options.seqlen, options.model), &device, convention));
     document.headline(fmt::format("{} tokens take {}: {}.", *options.seqlen,
                                   with_si_prefix(use.footprint_bytes, "B"),
                                   use.fits ? "they fit" : "they do not fit"));
@@ -423,6 +473,7 @@ void add_explain_memory(CLI::App& explain, Context& context) {
                 {"rafter explain memory --seqlen 128k --batch 4 --device h200",
                  "whether it fits; exit code 1 when it does not"}}));
   add_model_flags(*command, options->model);
+  add_page_size(*command, options->model);
   add_length(*command, "--batch", options->batch, "sequences");
   add_length(*command, "--seqlen,--seq-len", options->seqlen, "also say whether this length fits",
              {0, std::int64_t{1} << 40});

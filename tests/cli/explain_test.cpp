@@ -259,6 +259,27 @@ TEST(Explain, WhatDoesNotFitExitsWithOne) {
   EXPECT_EQ(run_tool({"explain", "memory", "--seqlen", next}).exit_code, 1);
 }
 
+TEST(Explain, WhatFitsIsCountedInWholePages) {
+  const Json memory = run_json({"explain", "memory", "--page-size", "4096"});
+  const auto longest = memory.at("max_seqlen").get<std::int64_t>();
+  EXPECT_GT(longest, 0);
+  EXPECT_EQ(longest % 4096, 0);
+  for (const auto& [seqlen, code] : {std::pair{longest, 0}, std::pair{longest + 1, 1}}) {
+    EXPECT_EQ(
+        run_tool({"explain", "memory", "--page-size", "4096", "--seqlen", std::to_string(seqlen)})
+            .exit_code,
+        code);
+  }
+  const auto decode = [](const char* seqlen, const char* page_size) {
+    return run_json({"explain", "model", "decode", "--seqlen", seqlen, "--batch", "max",
+                     "--capacity-bytes", "100e9", "--page-size", page_size});
+  };
+  const Json paged = decode("2050", "1024"), rows = decode("2050", "0");
+  EXPECT_EQ(paged.at("max_batch"), decode("3072", "0").at("max_batch"));
+  EXPECT_LT(paged.at("max_batch"), rows.at("max_batch"));
+  EXPECT_EQ(paged.at("batch"), paged.at("max_batch"));
+}
+
 TEST(Explain, AConfigJsonIsAModel) {
   TemporaryFolder folder;
   const std::string path = folder / "config.json";

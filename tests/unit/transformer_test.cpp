@@ -374,8 +374,9 @@ TEST(Transformer, TheMemoryPlannerCountsTheCacheThatASessionTakes) {
   TransformerConfig config = small_config();
   const Transformer model = must(Transformer::random(config, 3, Device::cpu()));
   const TransformerSession session =
-      must(TransformerSession::make(model, {.max_batch = 3, .max_seqlen = 64, .page_size = 16}));
-  const MemoryUse use =
+      must(TransformerSession::make(model, {.max_batch = 3, .max_seqlen = 50, .page_size = 16}));
+  const MemoryUse use =  // of 50 tokens in whole pages
+
       must(memory_use({.model = config.model, .batch = 3, .capacity_bytes = 1e9}, 64, nullptr));
   for (const ByteTerm& term : use.terms) {
     if (term.name == "kv_cache") {
