@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cli/problem_json.h"
+
 namespace rafter::cli {
 namespace {
 
@@ -217,15 +219,7 @@ Json optional_number(const std::optional<double>& value) {
 }
 
 Json to_json(const AttentionProblem& problem, Pipeline pipeline) {
-  Json json = Json::object();
-  json["batch"] = problem.batch;
-  json["heads_q"] = problem.heads_q;
-  json["heads_kv"] = problem.heads_kv;
-  json["seqlen_q"] = problem.seqlen_q;
-  json["seqlen_kv"] = problem.seqlen_kv;
-  json["head_dim"] = problem.head_dim;
-  json["head_dim_v"] = problem.head_dim_v;
-  json["dtype"] = to_string(problem.dtype);
+  Json json = sizes_json(problem);
   json["causal"] = problem.mask.window_left < 0 && problem.mask.window_right == 0;
   json["window"] = {problem.mask.window_left, problem.mask.window_right};
   json["causal_align"] =

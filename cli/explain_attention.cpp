@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cli/explain.h"
+#include "cli/problem_json.h"
 
 namespace rafter::cli {
 namespace {
@@ -65,15 +66,7 @@ struct DecodeOptions {
 };
 
 Json decode_json(const DecodeProblem& problem, Pipeline pipeline) {
-  Json json = Json::object();
-  json["batch"] = problem.batch;
-  json["heads_q"] = problem.heads_q;
-  json["heads_kv"] = problem.heads_kv;
-  json["seqlen_q"] = problem.seqlen_q;
-  json["seqlen_kv"] = problem.seqlen_kv;
-  json["head_dim"] = problem.head_dim;
-  json["head_dim_v"] = problem.head_dim_v;
-  json["dtype"] = to_string(problem.dtype);
+  Json json = sizes_json(problem);
   json["kv_dtype"] = to_string(problem.kv_dtype.value_or(problem.dtype));
   json["page_size"] = problem.page_size;
   json["splits"] = problem.splits;

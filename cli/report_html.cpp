@@ -43,6 +43,24 @@ std::string_view embedded(std::string_view name) {
   fail(Exit::bad_input, std::string(name), "is missing from this build's report files");
 }
 
+/// A template with what it names in its place: data, templates, and files as they are.
+void expand(std::string_view rest, const Json& report, std::string& page) {
+  for (std::size_t open = rest.find("{{"); open != std::string_view::npos; open = rest.find("{{")) {
+    const std::size_t close = rest.find("}}", open);
+    const std::string_view name = rest.substr(open + 2, close - open - 2);
+    page += rest.substr(0, open);
+    if (name == "data") {
+      page += script_json(report);
+    } else if (name.ends_with(".html")) {
+      expand(embedded(name), report, page);
+    } else {
+      page += embedded(name);
+    }
+    rest.remove_prefix(close + 2);
+  }
+  page += rest;
+}
+
 }  // namespace
 
 void check_page(const std::string& out, const Status& status) {
@@ -54,15 +72,7 @@ void check_page(const std::string& out, const Status& status) {
 std::string report_html(const Json& report) {
   std::string page;
   const bool of_model = report.value("schema", "") == "rafter-model-report-1";
-  std::string_view rest = embedded(of_model ? "step_template.html" : "template.html");
-  for (std::size_t open = rest.find("{{"); open != std::string_view::npos; open = rest.find("{{")) {
-    const std::size_t close = rest.find("}}", open);
-    const std::string_view name = rest.substr(open + 2, close - open - 2);
-    page += rest.substr(0, open);
-    page += name == "data" ? script_json(report) : std::string(embedded(name));
-    rest.remove_prefix(close + 2);
-  }
-  page += rest;
+  expand(embedded(of_model ? "step_template.html" : "template.html"), report, page);
   return page;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/output.h"
+#include "cli/problem_json.h"
 
 namespace rafter::cli {
 namespace {
@@ -19,14 +20,7 @@ std::int64_t nan_elements(const Array& array) {
 Json echo(const AttentionProblem& problem, const char* layout) {
   Json json = Json::object();
   json["layout"] = layout;
-  json["batch"] = problem.batch;
-  json["heads_q"] = problem.heads_q;
-  json["heads_kv"] = problem.heads_kv;
-  json["seqlen_q"] = problem.seqlen_q;
-  json["seqlen_kv"] = problem.seqlen_kv;
-  json["head_dim"] = problem.head_dim;
-  json["head_dim_v"] = problem.head_dim_v;
-  json["dtype"] = to_string(problem.dtype);
+  json.update(sizes_json(problem));
   json["kv_dtype"] = to_string(*problem.kv_dtype);
   json["window_left"] = problem.mask.window_left;
   json["window_right"] = problem.mask.window_right;

@@ -166,4 +166,20 @@ class TransformerOracle {
   Parameters parameters_;
 };
 
+/// ‖logits − oracle‖ / ‖oracle‖ over the last tokens of the sequences that a session has.
+inline double logits_error(const TransformerSession& session, const TransformerOracle& oracle,
+                           const std::vector<std::vector<std::int32_t>>& texts) {
+  const std::vector<float> logits = session.logits().value();
+  double errors = 0, squares = 0;
+  std::size_t at = 0;
+  for (const std::vector<std::int32_t>& text : texts) {
+    for (const double wanted : oracle.logits(text).back()) {
+      const double error = logits.at(at++) - wanted;
+      errors += error * error;
+      squares += wanted * wanted;
+    }
+  }
+  return std::sqrt(errors / squares);
+}
+
 }  // namespace rafter::testing

@@ -217,18 +217,9 @@ TEST(TransformerCuda, QuantizedWeightsGiveTheLogitsOfTheirValues) {
                                                     std::vector<std::int32_t>(19, 9)};
     must(session->prefill(texts));
     for (int step = 0; step < 4; ++step) {
-      const Result<std::vector<float>> logits = session->logits();
-      ASSERT_TRUE(logits) << logits.status().message();
-      double errors = 0, squares = 0;
-      for (std::size_t b = 0; b < texts.size(); ++b) {
-        const TransformerOracle::Row wanted = oracle.logits(texts[b]).back();
-        for (std::size_t i = 0; i < wanted.size(); ++i) {
-          errors += std::pow((*logits)[b * 64 + i] - wanted[i], 2);
-          squares += wanted[i] * wanted[i];
-        }
-      }
       // About twenty roundings of 2^-9 on the way, as with plain weights.
-      ASSERT_LE(std::sqrt(errors / squares), 0.05) << to_string(weights) << ", step " << step;
+      ASSERT_LE(logits_error(*session, oracle, texts), 0.05)
+          << to_string(weights) << ", step " << step;
       const std::vector<std::int32_t> next = {step, 7 * step};
       texts[0].push_back(next[0]);
       texts[1].push_back(next[1]);
