@@ -99,4 +99,20 @@ namespace rafter::transformer {
 /// The operations of a step as it is set up; they are of use while the session lives.
 std::vector<StepOperation> operations_of(const detail::SessionState& state, const Step& step);
 
+/// cos and sin of every position; the cache and its page table.
+Status make_rope_tables(detail::SessionState& state);
+Status make_cache(detail::SessionState& state);
+/// Pages of each sequence's first `rows` tokens follow each other; pages for what comes later are
+/// those left over.
+Status assign_pages(detail::SessionState& state, const std::vector<std::int64_t>& rows,
+                    std::vector<std::int64_t>& first_pages);
+/// The indices of a step whose tokens are given; `before`: tokens that are in the cache.
+Status upload_indices(const detail::SessionState& state, Step& step,
+                      const std::vector<std::int32_t>& tokens,
+                      const std::vector<std::int64_t>& before);
+/// A phase that is not set up: nothing of it is queued until it is set up again.
+void forget(Step& step);
+/// Plan, buffers and operations of a step whose shapes are given: all of them, or none.
+Status set_up(const detail::SessionState& state, Step& step);
+
 }  // namespace rafter::transformer
