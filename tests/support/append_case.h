@@ -55,6 +55,17 @@ inline std::vector<AppendCase> append_cases() {
                                         .page_size = 5,
                                         .style = Style::mixed,
                                         .index_dtype = DType::i64});
+    add(of + ", rope of halves", {.dtype = dtype,
+                                  .seqlen = 5,
+                                  .lengths = {0, 11, 40},
+                                  .heads = 3,
+                                  .head_dim = 64,
+                                  .head_dim_v = 64,
+                                  .capacity = 80,
+                                  .page_size = 5,
+                                  .rotary_dim = 64,
+                                  .heads_q = 9,
+                                  .style = Style::mixed});
     for (const DType cache : {DType::int8, DType::e4m3}) {
       add(of + " into " + to_string(cache) + ", factors computed", {.dtype = dtype,
                                                                     .seqlen = 2,
@@ -88,6 +99,15 @@ inline std::vector<AppendCase> append_cases() {
                                   .rotary_dim = 128,
                                   .pairs = Rope::Pairs::interleaved,
                                   .heads_q = 5});
+  add("rope of halves, many tokens", {.dtype = DType::bf16,
+                                      .seqlen = 300,
+                                      .lengths = {0, 3},
+                                      .head_dim = 32,
+                                      .head_dim_v = 32,
+                                      .capacity = 304,
+                                      .rotary_dim = 32,
+                                      .max_position = 304,
+                                      .heads_q = 5});
   add("some new rows are not there", {.dtype = DType::bf16,
                                       .seqlen = 4,
                                       .lengths = {2, 2, 2},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/device_indices.h"
+#include "kernels/cuda/rope.h"
 #include "kernels/cuda/rows.h"
 #include "rafter/status.h"
 
@@ -22,12 +23,7 @@ struct AppendParams {
   std::int64_t page_cols = 0;   // paged: of the table
   std::int64_t places = 0;      // paged: pages; else unused
   std::int64_t place_rows = 0;  // of a page, or the capacity of a dense cache
-  std::int64_t max_position = 0;
-  const float* cos = nullptr;
-  const float* sin = nullptr;
-  int rotary_dim = 0;
-  bool interleaved = false;
-  bool tables_in_vectors = false;  // four angles are aligned together
+  RopeTables rope;
   int seqlen = 0;
   int lane_bits = 0;        // 2^lane_bits lanes a row
   std::int64_t tokens = 0;  // batch · seqlen

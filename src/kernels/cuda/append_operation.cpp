@@ -20,17 +20,6 @@ cuda::AppendRows rows(const TensorView& from, const TensorView& to, const Tensor
           .head_dim = static_cast<int>(from.head_dim)};
 }
 
-void set_rope(cuda::AppendParams& params, const Rope& rope) {
-  constexpr std::uintptr_t kAligned = 16;
-  params.max_position = rope.max_position;
-  params.cos = rope.cos;
-  params.sin = rope.sin;
-  params.rotary_dim = static_cast<int>(rope.rotary_dim);
-  params.interleaved = rope.pairs == Rope::Pairs::interleaved;
-  params.tables_in_vectors = reinterpret_cast<std::uintptr_t>(rope.cos) % kAligned == 0 &&
-                             reinterpret_cast<std::uintptr_t>(rope.sin) % kAligned == 0;
-}
-
 Status append(const AppendCall& call) {
   const AppendInputs& in = call.in;
   const AppendOutputs& out = call.out;
@@ -56,7 +45,7 @@ Status append(const AppendCall& call) {
   params.place_rows = out.k_cache.seqlen;
   params.seqlen = static_cast<int>(in.k.seqlen);
   params.lane_bits = cuda::lane_bits_of(std::max(in.k.head_dim, in.v.head_dim));
-  set_rope(params, in.rope);
+  params.rope = cuda::rope_tables(in.rope);
   const cuda::DeviceScope device(call.device_index);
   if (!device.status()) {
     return device.status();

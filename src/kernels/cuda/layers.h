@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/device_indices.h"
+#include "kernels/cuda/rope.h"
 #include "kernels/cuda/rows.h"
 #include "rafter/status.h"
 
@@ -38,11 +39,7 @@ struct RopeParams {
   RowCount count;  // seqlen: tokens
   Rows x, out;
   DeviceIndices positions;
-  const float* cos = nullptr;
-  const float* sin = nullptr;
-  std::int64_t max_position = 0;
-  int rotary_dim = 0;
-  bool interleaved = false;
+  RopeTables rope;
   std::int64_t items = 0;  // of one row, times the rows
   int row_items = 1;
 };

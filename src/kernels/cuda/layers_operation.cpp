@@ -81,11 +81,7 @@ Status rope(const RopeCall& call) {
     params.x = cuda::rows_of(call.x);
     params.out = cuda::rows_of(call.out);
     params.positions = cuda::device_indices(call.positions);
-    params.cos = call.rope.cos;
-    params.sin = call.rope.sin;
-    params.max_position = call.rope.max_position;
-    params.rotary_dim = static_cast<int>(call.rope.rotary_dim);
-    params.interleaved = call.rope.pairs == Rope::Pairs::interleaved;
+    params.rope = cuda::rope_tables(call.rope);
     return cuda::launch_rope(params, stream);
   });
 }

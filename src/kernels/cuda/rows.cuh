@@ -14,6 +14,11 @@ namespace rafter::cuda {
 
 inline constexpr int kRowWidth = 8;  // elements of a lane
 
+/// a / b of counts; where both fit, by the division of 32 bits, which is a third of the other's.
+__device__ inline std::int64_t quotient(std::int64_t a, std::int64_t b) {
+  return (a | b) >> 32 == 0 ? static_cast<unsigned>(a) / static_cast<unsigned>(b) : a / b;
+}
+
 /// Elements of a lane that there are, of a row of `size`.
 __device__ inline int lane_elements(int first, int size) {
   return min(max(size - first, 0), kRowWidth);
@@ -117,6 +122,19 @@ __device__ inline std::uint32_t pack_pair(DType dtype, float low, float high) {
   }
   const __half2 two = __floats2half2_rn(low, high);
   return *reinterpret_cast<const std::uint32_t*>(&two);
+}
+
+/// Eight elements rounded, as they lie in memory.
+template <DType kDType>
+__device__ Raw<kDType == DType::f32> pack_eight(const float (&x)[kRowWidth]) {
+  Raw<kDType == DType::f32> raw;
+  if constexpr (kDType == DType::f32) {
+    memcpy(&raw, x, sizeof(raw));
+  } else {
+    raw.words[0] = uint4{pack_pair(kDType, x[0], x[1]), pack_pair(kDType, x[2], x[3]),
+                         pack_pair(kDType, x[4], x[5]), pack_pair(kDType, x[6], x[7])};
+  }
+  return raw;
 }
 
 /// One element of an 8-bit dtype: nearest, ties to even, saturating; NaN is 0 in int8.

@@ -1,14 +1,16 @@
 // Rows of new tokens into a dense or paged cache, turned by RoPE and quantised as asked.
 //   k, v, q [batch, seqlen, heads, head_dim] → caches [batch or pages, rows, heads_kv, head_dim]; q
-// Four rows of a token (heads of k, of v or of q) belong to some lanes of a warp, eight
-// elements of each row a lane: 16 bytes of a 16-bit dtype. All four are on their way before the
-// token's place is looked up. Its angles are the same for every head. A row's elements are all
-// loaded before any is stored: q may be turned in place.
+// Where the halves of whole rows pair and nothing is quantised, a CTA belongs to one token: each
+// thread takes eight elements of both halves of two heads of k, v or q, which turn by the same
+// angles. Otherwise four rows of a token belong to some lanes of a warp, eight elements of
+// each row a lane: 16 bytes of a 16-bit dtype. All rows are on their way before the token's place
+// is looked up. A row's elements are all loaded before any is stored: q may be turned in place.
 #include <cuda_runtime_api.h>
 
 #include "hw/cuda/early.cuh"
 #include "hw/cuda/early.h"
 #include "kernels/cuda/append.h"
+#include "kernels/cuda/rope.cuh"
 #include "kernels/cuda/rows.cuh"
 #include "tiles/append_rows.h"
 
@@ -24,7 +26,7 @@ struct Place {
 };
 
 __device__ bool has_angles(const AppendParams& p, std::int64_t position) {
-  return position >= 0 && (p.rotary_dim == 0 || position < p.max_position);
+  return position >= 0 && (p.rope.rotary_dim == 0 || position < p.rope.max_position);
 }
 
 __device__ Place place_of(const AppendParams& p, std::int64_t batch, std::int64_t position) {
@@ -38,7 +40,7 @@ __device__ Place place_of(const AppendParams& p, std::int64_t batch, std::int64_
     }
     return place;
   }
-  const std::int64_t column = position / p.place_rows;
+  const std::int64_t column = quotient(position, p.place_rows);
   if (column < p.page_cols) {
     const std::int64_t page = index_at(p.page_table, batch * p.page_cols + column);
     if (page >= 0 && page < p.places) {
@@ -48,56 +50,96 @@ __device__ Place place_of(const AppendParams& p, std::int64_t batch, std::int64_
   return place;
 }
 
-/// cos and sin of a lane's eight elements of a row.
-struct Angles {
-  float cos[kRowWidth], sin[kRowWidth];
-};
+/// Where row i of a sequence goes, if it is one of its new ones.
+struct Landing {
+  bool is_new = false;
+  std::int64_t position = -1;
+  Place place;
 
-__device__ void load_table(const float* from, bool in_vectors, float (&x)[kRowWidth]) {
-  if (in_vectors) {
-    const float4 low = __ldg(reinterpret_cast<const float4*>(from));
-    const float4 high = __ldg(reinterpret_cast<const float4*>(from) + 1);
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  __device__ bool is_dropped() const { return is_new && place.batch < 0; }
+};
+__device__ Landing landing_of(const AppendParams& p, unsigned batch, int i) {
+  const std::int64_t fresh =
+      p.seqused_new.data == nullptr ? p.seqlen : index_at(p.seqused_new, batch);
+  if (i >= fresh) {
+    return {};
+  }
+  const std::int64_t position = index_at(p.seqused_kv, batch) + i;
+  return {true, position, place_of(p, batch, position)};
+}
+
+/// Some heads of one token of k, of v or of q.
+struct Group {
+  int kind = 0, first_head = 0;  // 0: k, 1: v, 2: q
+};
+template <int kHeads>
+__device__ Group group_of(const AppendParams& p, int index) {
+  const int of_k = (p.k.heads + kHeads - 1) / kHeads;
+  const int kind = index < of_k ? 0 : index < 2 * of_k ? 1 : 2;
+  return {kind, (index - kind * of_k) * kHeads};
+}
+
+/// Both halves of rows at once: `columns` threads share two heads, `blocks` CTAs a token.
+template <DType kDType>
+__global__ void __launch_bounds__(256)
+    append_token(const __grid_constant__ AppendParams p, unsigned columns, unsigned blocks) {
+  let_next_grid_begin();
+  wait_for_earlier_grids();
+  const unsigned token = blockIdx.x / blocks, batch = token / p.seqlen;
+  const unsigned thread = (blockIdx.x - token * blocks) * blockDim.x + threadIdx.x;
+  const unsigned index = thread / columns;
+  if (index >= p.groups) {
     return;
   }
-#pragma unroll
-  for (int i = 0; i < kRowWidth; ++i) {
-    x[i] = __ldg(from + i);
+  const Group group = group_of<kTokenHeads>(p, static_cast<int>(index));
+  const AppendRows& rows = group.kind == 0 ? p.k : group.kind == 1 ? p.v : p.q;
+  const auto i = static_cast<int>(token - batch * p.seqlen);
+  const int heads = min(kTokenHeads, rows.heads - group.first_head), half = rows.head_dim / 2;
+  const int first = static_cast<int>(thread - index * columns) * kRowWidth;
+
+  HalfRows<kDType, kTokenHeads> halves;
+  halves.load(rows.from, rows.from.at(batch, i, group.first_head) + first, half, heads);
+  const Landing landing = landing_of(p, batch, i);
+  Place place = landing.place;
+  if (thread == 0 && p.dropped != nullptr && landing.is_dropped()) {
+    atomicAdd(p.dropped + batch, 1);
+  }
+  if (group.kind != 1 && has_angles(p, landing.position)) {
+    Angles angles;
+    load_angles(p.rope, landing.position, first, angles);
+    halves.turn(angles);
+    if (group.kind == 2) {
+      place = {batch, i};
+    }
+  } else if (group.kind == 2) {
+    return;
+  }
+  if (place.batch >= 0) {
+    halves.store(rows.to, rows.to.at(place.batch, place.row, group.first_head) + first, half,
+                 heads);
   }
 }
 
 /// Partners lie in a row as the elements do: eight of a lane are all of one half.
 __device__ bool apart(const AppendParams& p) {
-  return !p.interleaved && p.rotary_dim / 2 % kRowWidth == 0;
+  return !p.rope.interleaved && p.rope.rotary_dim / 2 % kRowWidth == 0;
 }
 
 /// Those of the elements from `first` on, the same for every head of a token. Where pairs are
 /// apart but not in whole lanes, turn() reads each by itself.
-__device__ void load_angles(const AppendParams& p, std::int64_t position, int first,
-                            Angles& angles) {
-  const int half = p.rotary_dim / 2;
-  const float* const cos = p.cos + position * half;
-  const float* const sin = p.sin + position * half;
+__device__ void load_lane_angles(const AppendParams& p, std::int64_t position, int first,
+                                 Angles& angles) {
+  const int half = p.rope.rotary_dim / 2;
   if (apart(p)) {
-    const int angle = first >= half ? first - half : first;
-    load_table(cos + angle, p.tables_in_vectors, angles.cos);
-    load_table(sin + angle, p.tables_in_vectors, angles.sin);
-  } else if (p.interleaved) {
+    load_angles(p.rope, position, first >= half ? first - half : first, angles);
+  } else if (p.rope.interleaved) {
 #pragma unroll
     for (int i = 0; i < kRowWidth; ++i) {
       const int angle = (first + i) / 2;
-      angles.cos[i] = angle < half ? __ldg(cos + angle) : 1.0f;
-      angles.sin[i] = angle < half ? __ldg(sin + angle) : 0.0f;
+      angles.cos[i] = angle < half ? __ldg(p.rope.cos + position * half + angle) : 1.0f;
+      angles.sin[i] = angle < half ? __ldg(p.rope.sin + position * half + angle) : 0.0f;
     }
   }
-}
-
-/// x turned; y are the partners of its elements. Products and sums are rounded one by one, as on
-/// the CPU.
-__device__ float turned(float x, float y, float cos, float sin, bool second) {
-  const float along = __fmul_rn(x, cos), across = __fmul_rn(y, sin);
-  return second ? __fadd_rn(along, across) : __fsub_rn(along, across);
 }
 
 /// The lane's elements [first, first + 8) of a row that begins at `at`, turned. `partners` are
@@ -106,10 +148,10 @@ template <bool kWide>
 __device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, int first,
                      std::int64_t position, const Angles& angles, const Raw<kWide>& partners,
                      float (&x)[kRowWidth]) {
-  if (first >= p.rotary_dim) {
+  if (first >= p.rope.rotary_dim) {
     return;
   }
-  const int half = p.rotary_dim / 2;
+  const int half = p.rope.rotary_dim / 2;
   if (apart(p)) {
     float y[kRowWidth];
     unpack(from.dtype, partners, y);
@@ -127,13 +169,13 @@ __device__ void turn(const AppendParams& p, const Rows& from, std::int64_t at, i
 #pragma unroll
   for (int i = 0; i < kRowWidth; ++i) {
     const int d = first + i;
-    if (d < p.rotary_dim && p.interleaved) {
+    if (d < p.rope.rotary_dim && p.rope.interleaved) {
       x[i] = turned(before[i], before[i ^ 1], angles.cos[i], angles.sin[i], i % 2 == 1);
-    } else if (d < p.rotary_dim) {
-      const tiles::RopePair pair = tiles::rope_pair(d, p.rotary_dim, false);
+    } else if (d < p.rope.rotary_dim) {
+      const tiles::RopePair pair = tiles::rope_pair(d, p.rope.rotary_dim, false);
       x[i] = turned(before[i], element(from, at + pair.partner),
-                    __ldg(p.cos + position * half + pair.angle),
-                    __ldg(p.sin + position * half + pair.angle), pair.second);
+                    __ldg(p.rope.cos + position * half + pair.angle),
+                    __ldg(p.rope.sin + position * half + pair.angle), pair.second);
     }
   }
 }
@@ -164,16 +206,6 @@ __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
   return largest;
 }
 
-/// Some heads of one token of k, of v or of q.
-struct Group {
-  int kind = 0, first_head = 0;  // 0: k, 1: v, 2: q
-};
-__device__ Group group_of(const AppendParams& p, int index) {
-  const int of_k = (p.k.heads + kRowsTogether - 1) / kRowsTogether;
-  const int kind = index < of_k ? 0 : index < 2 * of_k ? 1 : 2;
-  return {kind, (index - kind * of_k) * kRowsTogether};
-}
-
 /// kPlain: nothing turns and nothing is quantised, a copy.
 template <bool kWide, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kPlain  ? 8
@@ -188,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const auto item = static_cast<unsigned>(thread >> p.lane_bits);
   const unsigned token = item / p.groups;
-  const Group group = group_of(p, static_cast<int>(item - token * p.groups));
+  const Group group = group_of<kRowsTogether>(p, static_cast<int>(item - token * p.groups));
   const AppendRows& rows = group.kind == 0 ? p.k : group.kind == 1 ? p.v : p.q;
   const unsigned batch = token / p.seqlen;
   const auto i = static_cast<int>(token - batch * p.seqlen);
@@ -206,21 +238,14 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
       raw[r] = load_raw<kWide>(from, at + r * from.stride_heads, count);
     }
   }
-  std::int64_t position = -1;
-  Place place;
-  if (exists) {
-    const std::int64_t fresh =
-        p.seqused_new.data == nullptr ? p.seqlen : index_at(p.seqused_new, batch);
-    if (i < fresh) {
-      position = index_at(p.seqused_kv, batch) + i;
-      place = place_of(p, batch, position);
-      if (group.kind == 0 && group.first_head == 0 && lane == 0 && p.dropped != nullptr &&
-          place.batch < 0) {
-        atomicAdd(p.dropped + batch, 1);
-      }
-    }
+  const Landing landing = exists ? landing_of(p, batch, i) : Landing{};
+  const std::int64_t position = landing.position;
+  Place place = landing.place;
+  if (group.kind == 0 && group.first_head == 0 && lane == 0 && p.dropped != nullptr &&
+      landing.is_dropped()) {
+    atomicAdd(p.dropped + batch, 1);
   }
-  const bool turns = group.kind != 1 && p.rotary_dim > 0 && has_angles(p, position);
+  const bool turns = group.kind != 1 && p.rope.rotary_dim > 0 && has_angles(p, position);
   if (group.kind == 2) {
     place = turns ? Place{batch, i} : Place{};
   }
@@ -238,14 +263,14 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
   }
   __syncwarp();  // q in place: what turn() reads of other lanes' elements has been loaded
   Angles angles = {};
-  if (turns && first < p.rotary_dim) {
-    load_angles(p, position, first, angles);
+  if (turns && first < p.rope.rotary_dim) {
+    load_lane_angles(p, position, first, angles);
   }
   const bool quantised = to.dtype == DType::int8 || to.dtype == DType::e4m3;
-  const bool exchanges = p.rotary_dim > 0 && apart(p);  // of the whole grid
-  const int to_partner = p.rotary_dim / 2 / kRowWidth;
-  const int partner =
-      static_cast<int>(threadIdx.x % 32) + (first >= p.rotary_dim / 2 ? -to_partner : to_partner);
+  const bool exchanges = p.rope.rotary_dim > 0 && apart(p);  // of the whole grid
+  const int to_partner = p.rope.rotary_dim / 2 / kRowWidth;
+  const int partner = static_cast<int>(threadIdx.x % 32) +
+                      (first >= p.rope.rotary_dim / 2 ? -to_partner : to_partner);
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
     const int head = group.first_head + r;
@@ -255,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
     if (active && turns && r < heads) {
       turn(p, from, at + r * from.stride_heads - first, first, position, angles, partners, x);
     }
-    if (p.rotary_dim > 0 && !apart(p)) {
+    if (p.rope.rotary_dim > 0 && !apart(p)) {
       __syncwarp();  // and those that turn() reads by itself
     }
     float inverse = 1;
@@ -298,14 +323,51 @@ Status launch_rows(AppendParams params, void* stream) {
       arguments);
 }
 
+/// Whole rows turn, halves with halves, and none changes its dtype.
+bool takes_halves(const AppendParams& p) {
+  return p.rope.rotary_dim > 0 && halves_pair(p.rope, p.k.head_dim) &&
+         p.v.head_dim == p.k.head_dim && p.k.to.dtype == p.k.from.dtype;
+}
+
+int groups_of(const AppendParams& p, int heads) {
+  const auto of = [heads](int all) { return (all + heads - 1) / heads; };
+  return 2 * of(p.k.heads) + of(p.q.heads);
+}
+
+template <DType kDType>
+Status launch_token(AppendParams params, void* stream) {
+  auto columns = static_cast<unsigned>(params.k.head_dim / 2 / kRowWidth);
+  params.groups = static_cast<unsigned>(groups_of(params, kTokenHeads));
+  TokenShape shape = token_shape(params.tokens, params.groups * columns);
+  void* arguments[] = {&params, &columns, &shape.blocks};
+  return launch_early(reinterpret_cast<const void*>(&append_token<kDType>),
+                      {.blocks = static_cast<unsigned>(params.tokens) * shape.blocks,
+                       .threads = shape.threads,
+                       .stream = stream},
+                      arguments);
+}
+
+Status launch_tokens(const AppendParams& params, void* stream) {
+  switch (params.k.from.dtype) {
+    case DType::bf16:
+      return launch_token<DType::bf16>(params, stream);
+    case DType::f16:
+      return launch_token<DType::f16>(params, stream);
+    default:
+      return launch_token<DType::f32>(params, stream);
+  }
+}
+
 }  // namespace
 
 Status launch_append(const AppendParams& params, void* stream) {
-  const auto groups_of = [](int heads) { return (heads + kRowsTogether - 1) / kRowsTogether; };
+  if (takes_halves(params)) {
+    return launch_tokens(params, stream);
+  }
   AppendParams grouped = params;
-  grouped.groups = static_cast<unsigned>(2 * groups_of(params.k.heads) + groups_of(params.q.heads));
+  grouped.groups = static_cast<unsigned>(groups_of(params, kRowsTogether));
   grouped.items = params.tokens * grouped.groups;
-  const bool plain = params.rotary_dim == 0 && params.k.to.dtype == params.k.from.dtype;
+  const bool plain = params.rope.rotary_dim == 0 && params.k.to.dtype == params.k.from.dtype;
   if (params.k.from.dtype == DType::f32) {
     return plain ? launch_rows<true, true>(grouped, stream)
                  : launch_rows<true, false>(grouped, stream);
