@@ -38,4 +38,8 @@ struct PackedRowsParams {
 bool packed_rows_takes(std::int64_t m, const base::PackedShape& shape);
 Status launch_packed_rows(PackedRowsParams params, void* stream);
 
+/// The part of these that inst/packed_digits.cu has: one or two rows and int4.
+bool packed_digits_takes(std::int64_t m, const base::PackedShape& shape);
+Status launch_packed_digits(PackedRowsParams params, void* stream);
+
 }  // namespace rafter::cuda

@@ -162,7 +162,8 @@ TEST_P(PackedCuda, AProductIsThatOfValuesTimesScales) {
   }
 }
 
-/// A row's bits are its own, and the same when the weight is read ahead.
+/// A row's bits are its own among rows that one kernel takes (int4: one or two, or more), and the
+/// same when the weight is read ahead.
 TEST_P(PackedCuda, ARowsBitsDoNotDependOnTheOthers) {
   RAFTER_SKIP_WITHOUT_SM90();
   const auto& [dtype, format] = GetParam();
@@ -185,10 +186,82 @@ TEST_P(PackedCuda, ARowsBitsDoNotDependOnTheOthers) {
   };
   const std::vector<float> together = product(0, m, true);
   EXPECT_EQ(together, product(0, m, false));
+  const auto expect_rows = [&](const std::vector<float>& got, std::int64_t first,
+                               const std::vector<float>& all, std::int64_t at) {
+    EXPECT_EQ(got, std::vector<float>(all.begin() + at * n,
+                                      all.begin() + at * n + static_cast<std::int64_t>(got.size())))
+        << "from row " << first;
+  };
+  for (std::int64_t i = 0; i + 3 <= m; ++i) {
+    expect_rows(product(i, 3, true), i, together, i);
+  }
   for (std::int64_t i = 0; i < m; ++i) {
     const std::vector<float> alone = product(i, 1, true);
-    EXPECT_EQ(alone, std::vector<float>(together.begin() + i * n, together.begin() + (i + 1) * n))
-        << "row " << i;
+    expect_rows(alone, i, product(i / 2 * 2, 2, true), i % 2);
+    if (format.dtype != DType::int4) {
+      expect_rows(alone, i, together, i);
+    }
+  }
+}
+
+/// Rows of magnitudes 2^30 apart, of zeros, of numbers that are not finite: each row is its own.
+TEST_P(PackedCuda, RowsOfEveryMagnitudeAreMultiplied) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  const auto& [dtype, format] = GetParam();
+  const std::int64_t n = 64, k = 1024;
+  PackedWeight shape{.dtype = format.dtype, .n = n, .k = k, .group_size = format.group_size};
+  const DeviceBuffer plain(some_rows(dtype, n, k, 0, 3)),
+      packed(static_cast<std::size_t>(packed_bytes(shape).value())),
+      workspace(static_cast<std::size_t>(linear_workspace_bytes(Device::cuda())));
+  shape.data = packed.data();
+  must(quantize(matrix(plain.data(), dtype, n, k), shape, Device::cuda()));
+  std::vector<std::uint8_t> bytes = packed.download<std::uint8_t>();
+  PackedWeight host = shape;
+  host.data = bytes.data();
+  std::vector<float> values(static_cast<std::size_t>(n * k));
+  must(dequantize(host, matrix(values.data(), DType::f32, n, k), Device::cpu()));
+  const auto narrow = [dtype = dtype](float value) {
+    return dtype == DType::bf16 ? f32_to_bf16(value) : f32_to_f16(value);
+  };
+  const auto widen = [dtype = dtype](std::uint16_t bits) {
+    return dtype == DType::bf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+  };
+  for (const int kind : {0, 1, 2, 3}) {
+    std::vector<std::uint16_t> x(static_cast<std::size_t>(2 * k));
+    for (std::int64_t i = 0; i < 2 * k; ++i) {
+      const int step = static_cast<int>(i * 7 % 31) - 16;  // of f16: into its subnormals
+      const float sign = i % 3 == 0 ? -1.0f : 1.0f, odd = 1 + static_cast<float>(i % 13) / 16;
+      x[static_cast<std::size_t>(i)] = narrow(i >= k      ? sign * odd
+                                              : kind == 0 ? sign * odd * std::ldexp(1.0f, step)
+                                              : kind == 1 ? 0.0f
+                                                          : sign * odd);
+    }
+    if (kind >= 2) {
+      x[300] = narrow(kind == 2 ? INFINITY : NAN);
+    }
+    const DeviceBuffer of_x(x), out(static_cast<std::size_t>(2 * n * 4));
+    must(linear({.x = matrix(of_x.data(), dtype, 2, k), .packed = shape},
+                matrix(out.data(), DType::f32, 2, n),
+                {workspace.data(), static_cast<std::int64_t>(workspace.bytes())}, Device::cuda()));
+    const std::vector<float> y = out.download<float>();
+    for (std::int64_t i = 0; i < 2 * n; ++i) {
+      const std::int64_t row = i / n, col = i % n;
+      if (row == 0 && kind >= 2) {
+        EXPECT_FALSE(std::isfinite(y[static_cast<std::size_t>(i)])) << kind << ": " << col;
+        continue;
+      }
+      double sum = 0, magnitude = 0;
+      for (std::int64_t d = 0; d < k; ++d) {
+        const double product =
+            static_cast<double>(widen(x[static_cast<std::size_t>(row * k + d)])) *
+            values[static_cast<std::size_t>(col * k + d)];
+        sum += product;
+        magnitude += product * product;
+      }
+      ASSERT_NEAR(y[static_cast<std::size_t>(i)], sum, std::sqrt(magnitude) * 0x1p-14)
+          << kind << ": " << row << ", " << col;
+    }
+    EXPECT_TRUE(out.guards_intact());
   }
 }
 
