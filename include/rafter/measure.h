@@ -94,7 +94,7 @@ std::string cuda_uuid(int index = 0);
 Status synchronize(const Device& device, Stream stream);
 /// Whether what is queued on a stream of a CUDA device goes into a graph that is being captured;
 /// true also where CUDA does not say.
-bool is_capturing(const Device& device, Stream stream);
+bool is_capturing(Stream stream);
 
 /// Memory of a device, freed with the object. Errors: device_error, also where there is no device.
 class DeviceMemory {

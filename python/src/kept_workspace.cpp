@@ -48,8 +48,7 @@ KeptWorkspace::Entry* KeptWorkspace::take(const Place& place) {
 }
 
 KeptWorkspace::KeptWorkspace(const Place& place, std::int64_t bytes) {
-  if (bytes > kBytes || place.stream.handle == kStreamPerThread ||
-      is_capturing(place.device, place.stream)) {
+  if (bytes > kBytes || place.stream.handle == kStreamPerThread || is_capturing(place.stream)) {
     return;
   }
   entry_ = take(place);

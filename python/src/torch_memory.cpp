@@ -49,23 +49,23 @@ bool is_current(const Torch& torch, const Place& place) {
   return *place.is_current;
 }
 
-/// Sizes and strides as PyTorch takes them, kept from call to call: one model asks for the same.
+/// What PyTorch is asked with, kept from call to call: one model asks for the same.
 class Layout {
  public:
-  void set(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides) {
+  /// (shape, strides, dtype)
+  nb::handle arguments(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides,
+                       nb::handle dtype) {
     if (!std::ranges::equal(shape, shape_) || !std::ranges::equal(strides, strides_)) {
-      shape_tuple_ = tuple_of(shape);
-      strides_tuple_ = tuple_of(strides);
+      arguments_ = nb::make_tuple(tuple_of(shape), tuple_of(strides), dtype);
       shape_.assign(shape.begin(), shape.end());
       strides_.assign(strides.begin(), strides.end());
     }
+    return arguments_;
   }
-  nb::handle shape() const { return shape_tuple_; }
-  nb::handle strides() const { return strides_tuple_; }
 
  private:
   std::vector<std::int64_t> shape_, strides_;
-  nb::object shape_tuple_, strides_tuple_;
+  nb::object arguments_;
 };
 
 }  // namespace
@@ -78,9 +78,12 @@ nb::object torch_empty(const Place& place, std::span<const std::int64_t> shape,
   }
   static Layout* const layouts = new Layout[std::size(torch->dtypes)];  // not freed, as above
   const auto i = static_cast<std::size_t>(dtype);
-  layouts[i].set(shape, strides);
-  nb::object made = (place.is_cuda() ? torch->on_cuda : torch->on_cpu)(
-      layouts[i].shape(), layouts[i].strides(), torch->dtypes[i]);
+  const nb::handle make = place.is_cuda() ? torch->on_cuda : torch->on_cpu;
+  const nb::object asked = nb::borrow(layouts[i].arguments(shape, strides, torch->dtypes[i]));
+  nb::object made = nb::steal(PyObject_Call(make.ptr(), asked.ptr(), nullptr));
+  if (!made.is_valid()) {
+    throw nb::python_error();
+  }
   nb::dlpack::dltensor what;
   if (!place.is_cuda()) {
     return made;

@@ -101,6 +101,9 @@ Result<double> seconds_between(void* start, void* stop) {
 }
 
 bool is_capturing(void* stream) {
+  if (stream == nullptr || stream == cudaStreamLegacy) {
+    return false;  // CUDA captures every other one
+  }
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream_of(stream), &status) != cudaSuccess) {
     (void)cudaGetLastError();  // said by the result

@@ -44,10 +44,7 @@ Status synchronize(const Device& device, Stream stream) {
   return scope.status() ? cuda::synchronize(stream.handle) : scope.status();
 }
 
-bool is_capturing(const Device& device, Stream stream) {
-  const cuda::DeviceScope scope(device.index);
-  return !scope.status() || cuda::is_capturing(stream.handle);
-}
+bool is_capturing(Stream stream) { return cuda::is_capturing(stream.handle); }
 
 Result<DeviceMemory> DeviceMemory::allocate(const Device& device, std::int64_t bytes) {
   const cuda::DeviceScope scope(device.index);

@@ -15,7 +15,7 @@ struct DeviceClock::State {};
 std::string why_no_cuda(int) { return kNoCuda; }
 std::string cuda_uuid(int) { return {}; }
 Status synchronize(const Device&, Stream) { return no_cuda(); }
-bool is_capturing(const Device&, Stream) { return true; }
+bool is_capturing(Stream) { return true; }
 
 Result<DeviceMemory> DeviceMemory::allocate(const Device&, std::int64_t) { return no_cuda(); }
 Status DeviceMemory::upload(const void*, std::int64_t) const { return no_cuda(); }
