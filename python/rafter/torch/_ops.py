@@ -170,7 +170,11 @@ def _is_direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     return (
-        {type(q), type(k), type(v)} <= _PLAIN and _dispatch_modes() == 0 and _transforms() is None
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and _dispatch_modes() == 0
+        and _transforms() is None
     )
 
 
