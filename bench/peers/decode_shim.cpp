@@ -2,6 +2,7 @@
 // on the same tensors. One query token of each sequence; caches [batch, seqlen_kv, heads_kv,
 // head_dim] or [pages, page_size, heads_kv, head_dim].
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 
@@ -81,4 +82,19 @@ extern "C" int rafter_decode(const RafterDecodeCase* c, void* q, void* k, void* 
     std::fprintf(stderr, "%s\n", status.message().c_str());
   }
   return status ? 0 : 1;
+}
+
+/// One launch after the other, each over caches of its own: as many layers of a model.
+extern "C" int rafter_decode_layers(const RafterDecodeCase* c, std::int64_t layers, void* q,
+                                    void* k, void* v, void* o, const std::int32_t* lengths,
+                                    void* workspace, std::int64_t workspace_bytes, void* stream) {
+  const std::int64_t bytes =
+      c->batch * c->seqlen_kv * c->heads_kv * c->head_dim * (c->kv_bits == 8 ? 1 : 2);
+  int failed = 0;
+  for (std::int64_t layer = 0; layer < layers && failed == 0; ++layer) {
+    const auto of_layer = [&](void* data) { return static_cast<std::byte*>(data) + layer * bytes; };
+    failed = rafter_decode(c, q, of_layer(k), of_layer(v), o, lengths, nullptr, workspace,
+                           workspace_bytes, stream);
+  }
+  return failed;
 }

@@ -4,7 +4,9 @@
 usage: bench/peers/torch_decode.py LIBRARY [--out FILE] [--repeats N] [--cells NAME,...] [--commit ID]
 
 As torch_sdpa.py; every candidate is a CUDA graph of its launches, so that no time is Python's. The
-rate is bytes of K and V per second: the event pair is in the time. Pages lie shuffled.
+rate is bytes of K and V per second: the event pair is in the time. Pages lie shuffled. The group
+"layers" has 32 launches, each over caches of its own, queued on a stream and as a graph; with every
+sequence of length 0, which is read on the device, the same launches have nothing but launching to do.
 """
 
 import argparse
@@ -23,6 +25,10 @@ HEAD_DIM = 128
 TABLE = [(1, 32, 8, 2048), (1, 32, 8, 8192), (1, 32, 8, 32768), (1, 32, 8, 131072),
          (4, 32, 8, 8192), (16, 32, 8, 8192), (128, 32, 8, 8192), (64, 32, 32, 4096),
          (1, 32, 32, 32768), (32, 64, 8, 16384), (8, 128, 8, 4096)]
+
+
+LAYERS = 32
+LAYERS_TABLE = [(1, 32, 8, 2048), (1, 32, 8, 8192), (16, 32, 8, 2048)]
 
 
 class Case(ctypes.Structure):
@@ -110,9 +116,38 @@ def candidates(library, case):
             sum(lengths) * bytes_per_token, alive)
 
 
+def layers(library, batch, heads_q, heads_kv, seqlen):
+    """Launches of 32 layers by candidate, and the bytes of K and V that all read."""
+    shape = (LAYERS, batch, seqlen, heads_kv, HEAD_DIM)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(batch, 1, heads_q, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    o = torch.empty_like(q)
+    described = Case(batch, heads_q, heads_kv, seqlen, HEAD_DIM, 0, 0, 0, 16)
+    size = library.rafter_decode_workspace(ctypes.byref(described), 1)
+    workspace = torch.full((max(size, 16),), 255, device="cuda", dtype=torch.uint8)
+    runs = {}
+    for name, length in (("", seqlen), (", lengths 0", 0)):
+        lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+
+        def queue(lengths=lengths):
+            address = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, o, lengths, workspace)]
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            if library.rafter_decode_layers(ctypes.byref(described), ctypes.c_int64(LAYERS),
+                                            *address, ctypes.c_int64(size), stream):
+                raise SystemExit("rafter_decode_layers failed")
+
+        queue()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            queue()
+        runs["stream" + name], runs["graph" + name] = queue, graph.replay
+    return runs, 2 * k.numel() * k.element_size()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    torch_sdpa.add_arguments(parser, ["table", "pages", "e4m3", "uneven"])
+    torch_sdpa.add_arguments(parser, ["table", "pages", "e4m3", "uneven", "layers"])
     arguments = parser.parse_args()
     library = ctypes.CDLL(arguments.library)
     library.rafter_decode_workspace.restype = ctypes.c_int64
@@ -139,6 +174,31 @@ def main():
         print(group, name_of(case), *line, flush=True)
         del runs, alive
         torch.cuda.empty_cache()
+    if "layers" in recorder.wanted:
+        for case in LAYERS_TABLE:
+            measure_layers(recorder, library, *case)
+
+
+def measure_layers(recorder, library, batch, heads_q, heads_kv, seqlen):
+    runs, moved = layers(library, batch, heads_q, heads_kv, seqlen)
+    times = recorder.measure(runs)
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    name = f"{LAYERS} layers of {batch} × {heads_q}/{heads_kv} × {seqlen}"
+    for queueing in ("stream", "graph"):
+        median, empty = medians[queueing], medians[queueing + ", lengths 0"]
+        record = recorder.context | {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "kernel": "decode_sm90", "pipeline": "split-kv", "group": "decode layers",
+            "case": {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv,
+                     "seqlen_kv": seqlen, "kv_dtype": "bf16", "head_dim": HEAD_DIM,
+                     "layers": LAYERS, "queueing": queueing, "name": name},
+            "repeats": len(times[queueing]), "median_s": median, "empty_s": empty,
+            "dispatch_share": empty / median, "kv_bytes": moved, "bytes_per_s": moved / median}
+        print("layers", name, queueing, f"{median * 1e6:.1f} us, lengths 0 {empty * 1e6:.1f} us",
+              flush=True)
+        if recorder.arguments.out:
+            with open(recorder.arguments.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
 
 def name_of(case):
