@@ -189,8 +189,8 @@ void bind_transformer(nb::module_& m) {
             }();
             return value_or_raise(std::move(model));
           },
-          nb::arg("folder"), nb::arg("device"), nb::arg("dtype").none(),
-          nb::arg("weights").none(), nb::arg("group_size"))
+          nb::arg("folder"), nb::arg("device"), nb::arg("dtype").none(), nb::arg("weights").none(),
+          nb::arg("group_size"))
       .def_static(
           "random",
           [](const std::string& config, const std::string& kind, std::uint64_t seed,
