@@ -1,16 +1,18 @@
-// Decode on vector units: few queries against many keys, O = softmax(softmax_scale · QKᵀ + mask) V;
-// q in f32, bf16 or f16, K and V in that dtype or in int8 with an f32 factor per token and head,
-// f32 inside. One source, three instruction sets: AVX-512, AVX2, portable.
+// Decode on vector units and on AMX tiles: few queries against many keys,
+// O = softmax(softmax_scale · QKᵀ + mask) V; q in f32, bf16 or f16, K and V in that dtype or in
+// int8 with an f32 factor per token and head, f32 inside. One source, three instruction sets:
+// AVX-512, AVX2, portable; with AVX-512 also on tiles, for caches in bf16 and int8.
 // Q, O [batch, heads_q, seqlen_q, head_dim]   K, V [batch, heads_kv, seqlen_kv, head_dim]
 // An item is one part of the keys of a sequence, some KV heads and all query rows (position × head
-// of the group) of each, so that a byte of K or V comes from memory once:
-//   scores   a chunk of 512 keys, four rows of queries at a time: head_dim in lanes, K as it lies
-//   softmax  maximum, exp2, sum over the chunk; factors of int8 rows
-//   values   O += P V, tiles of 64 keys that stay in the L1; the next tile is prefetched
-//   merge    the parts of a sequence longer than one chunk, in their order
-// Parts are cut by the sequence's own length, so the bits of a row depend on its own sequence
-// alone. Limits: head_dim contiguous; more than 64 new tokens
-// of a sequence are not split unless asked for.
+// of the group) of each, so that a byte of K or V comes from memory once. It walks tiles of 64
+// keys, and the heads within each, four rows of queries at a time:
+//   scores   head_dim in lanes, or 16 keys a tile; K as it lies
+//   softmax  running maximum, exp2, sum; factors of int8 rows
+//   values   O += P V
+//   merge    the parts of a sequence longer than 512 keys, in their order
+// The next tile is prefetched meanwhile. Parts are cut by the sequence's own length, so the bits of
+// a row depend on its own sequence alone. Limits: head_dim contiguous; more than 64 new tokens of a
+// sequence are not split unless asked for.
 #include <array>
 #include <string>
 
