@@ -20,6 +20,7 @@ struct Sm90ForwardRow {
   int q_slots = 1;                    // query tiles of a warpgroup in shared memory
   bool runs_on = false;     // the next query tile begins under the last products of this one
   bool ordered = true;      // warpgroups take turns at issuing matmuls; which pays was measured
+  bool idles = false;       // a warpgroup without queries in a tile computes nothing
   bool own_ranges = false;  // each warpgroup walks the keys that its own queries see: for masks
 
   constexpr int tile_q() const { return 64 * warpgroups; }
@@ -62,10 +63,12 @@ inline constexpr Sm90ForwardRow kSm90ForwardRow64 = {.head_dim = 64,
                                                      .consumer_registers = 160,
                                                      .store_by_copy = true,
                                                      .q_slots = 2,
-                                                     .runs_on = true};
+                                                     .runs_on = true,
+                                                     .idles = true};
 /// The row for masked problems: warpgroups that walk other keys take no turns.
 constexpr Sm90ForwardRow with_own_ranges(Sm90ForwardRow row) {
   row.ordered = false;
+  row.idles = false;
   row.own_ranges = true;
   return row;
 }

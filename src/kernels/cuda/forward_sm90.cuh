@@ -354,10 +354,27 @@ struct Forward {
     }
   }
 
+  __device__ static void take_turn(int warpgroup) {
+    if constexpr (kShape.ordered) {
+      named_barrier_sync(1 + warpgroup, 256);
+    }
+  }
+  __device__ static void hand_on(int warpgroup) {
+    if constexpr (kShape.ordered) {
+      named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
+    }
+  }
+
+  /// The tile has no query for the warpgroup, which then only gives slots back and takes its turns.
+  __device__ static bool idles(const PlannedTile<kWarpgroups>& work, int warpgroup) {
+    return kShape.idles && work.first_query + 64 * warpgroup >= work.seqlen_q;
+  }
+
   /// The first query tile from number t on that the warpgroup walks keys of, or kNoTile; those
-  /// before it are stored. Its Q is there.
+  /// before it are stored. Its Q is there. follows: the others may step into t from a tile before.
   __device__ static std::uint32_t next_tile(const ForwardParams& params, const Shared& shared,
-                                            int warpgroup, std::uint32_t t, Passed& passed) {
+                                            int warpgroup, std::uint32_t t, Passed& passed,
+                                            bool follows) {
     Control& control = *shared.control;
     for (;; ++t) {
       control.await_plan(t);
@@ -375,6 +392,24 @@ struct Forward {
           pass_over(control, passed,
                     passed.first + static_cast<std::uint32_t>(work.range.y - walked.y));
         }
+        if (kShape.idles && follows) {  // whoever steps into this tile takes a turn
+          take_turn(warpgroup);
+          hand_on(warpgroup);
+        }
+        if (idles(work, warpgroup)) {
+          release(control.q_empty[warpgroup][t % kSlots]);  // first: as below
+#pragma unroll 1
+          for (int left = work.range.y - work.range.x; left > 0; --left) {
+            pass_over(control, passed, passed.n + 1);
+            if (left > 1) {
+              take_turn(warpgroup);
+              hand_on(warpgroup);
+            }
+          }
+          release(control.plan_empty[t % Control::kPlans]);
+          follows = true;
+          continue;
+        }
         return t;
       }
       if constexpr (kShape.own_ranges) {
@@ -383,6 +418,7 @@ struct Forward {
         passed.first += static_cast<std::uint32_t>(work.range.y - work.range.x);
         pass_over(control, passed, passed.first);
       }
+      follows = false;
       Store::store_nothing(params, work, warpgroup);
       if constexpr (!kShape.own_ranges) {
         release(control.q_empty[warpgroup][t % kSlots]);
@@ -394,13 +430,12 @@ struct Forward {
   __device__ static void consume(const ForwardParams& params, const Shared& shared) {
     Control& control = *shared.control;
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0) - 1;  // uniform
-    const int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
     if (kShape.ordered && warpgroup == kWarpgroups - 1) {
       named_barrier_arrive(1, 256);  // the first consumer may start
     }
     Passed passed;
     std::uint32_t& n = passed.n;  // K and V of key tile n share slot and parity
-    std::uint32_t t = next_tile(params, shared, warpgroup, 0, passed);
+    std::uint32_t t = next_tile(params, shared, warpgroup, 0, passed, false);
     if (t == kNoTile) {
       return;
     }
@@ -416,17 +451,6 @@ struct Forward {
     const auto values_ready = [&](std::uint32_t i) {
       return barrier_test(shared_address(&control.v_full[i % kStages]), i / kStages % 2);
     };
-    const auto take_turn = [&] {
-      if constexpr (kShape.ordered) {
-        named_barrier_sync(1 + warpgroup, 256);
-      }
-    };
-    const auto hand_on = [&] {
-      if constexpr (kShape.ordered) {
-        named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
-      }
-    };
-
     Queries q;
     float s[kScores], o[kOutputs];
     std::uint32_t p[kScores / 2];
@@ -438,7 +462,11 @@ struct Forward {
       if (params.transform) [[unlikely]] {
         transform_scores(params, s);
       }
-      mask_scores(params, work, s, work.first_query + 64 * warpgroup + row, j * kTileKv);
+      int thread;
+      asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));  // not kept in a register
+      const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
+      mask_scores(params, work, s, work.first_query + 64 * warpgroup + row,
+                  j * kTileKv + 2 * (thread % 4));
     };
     const auto load_q = [&] {
       q.load(shared.q_of(warpgroup, t));
@@ -495,11 +523,11 @@ struct Forward {
     bool ready = false;  // K and V of the next step were seen to have arrived
     // S of key tile n + 1 and O += P V of key tile n.
     const auto issue = [&] {
-      take_turn();
+      take_turn(warpgroup);
       wgmma_fence();
       issue_scores(s, q, k);
       issue_outputs(o, p, v);
-      hand_on();
+      hand_on(warpgroup);
     };
     // P of those S under that product.
     const auto finish_scores = [&] {
@@ -562,7 +590,7 @@ struct Forward {
       if constexpr (kShape.runs_on) {
         control.await_plan(t + 1);
         const PlannedTile<kWarpgroups>& next = control.plan(t + 1);
-        bool follows = !next.is_empty();
+        bool follows = !next.is_empty() && !idles(next, warpgroup);
         if constexpr (kShape.own_ranges) {  // no key tile lies between that is for others
           const int2 keys = next.own[warpgroup];
           follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
@@ -600,7 +628,7 @@ struct Forward {
       Store::store(params, shared.o_of(warpgroup),
                    Store::place_of(params, control.plan(t), warpgroup), o, inverse);
       release(control.plan_empty[t % Control::kPlans]);
-      t = next_tile(params, shared, warpgroup, t + 1, passed);
+      t = next_tile(params, shared, warpgroup, t + 1, passed, true);
       if (t == kNoTile) {
         return;
       }

@@ -12,6 +12,13 @@ struct RowState {
   float max[2], sum[2], rescale[2];
 };
 
+/// 1 / x within 1 ulp; 0 beyond 2^126. PTX ISA: rcp.approx.
+__device__ inline float reciprocal_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 /// Softcap, or a scale that is not positive: raw scores become scores in log2 units.
 template <int kScores>
 __device__ inline void transform_scores(const ForwardParams& params, float (&s)[kScores]) {
@@ -19,7 +26,8 @@ __device__ inline void transform_scores(const ForwardParams& params, float (&s)[
   for (int i = 0; i < kScores; ++i) {
     s[i] *= params.transform_scale;
     if (params.transform_cap > 0) {  // tanh(x) = 1 − 2 / (e^2x + 1)
-      s[i] = params.transform_cap * (1.0f - __fdividef(2.0f, exp2_approx(s[i]) + 1.0f));
+      const float part = reciprocal_approx(exp2_approx(s[i]) + 1.0f);
+      s[i] = fmaf(-2.0f * params.transform_cap, part, params.transform_cap);
     }
   }
 }
@@ -34,9 +42,8 @@ __device__ inline std::uint32_t keys_before(int key) {
 /// A test of a constant bit costs a fraction of two comparisons per score.
 template <int kScores>
 __device__ inline void mask_scores(const ForwardParams& params, const TileWork& work,
-                                   float (&s)[kScores], int query, int first_key) {
+                                   float (&s)[kScores], int query, int column) {
   static_assert(kScores <= 64);
-  const int column = first_key + 2 * static_cast<int>(threadIdx.x % 4);
   const Mask32 mask = mask_of(params, work);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

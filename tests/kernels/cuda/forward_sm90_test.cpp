@@ -524,6 +524,10 @@ std::vector<Case> cases() {
     add("scale_zero" + suffix, shape(1, 1, 1, 100, 300, d, causal)).problem.softmax_scale = 0.0f;
     add("sharp" + suffix, shape(1, 2, 2, 200, 500, d, causal)).spread = 30;
   }
+  // Several query tiles a CTA, in some of which a warpgroup of three has no query or no key.
+  add("many_tiles", shape(5, 40, 8, 200, 140, 64));
+  add("many_tiles_causal", shape(5, 28, 4, 400, 330, 64, causal));
+  add("many_tiles_window", shape(5, 28, 4, 400, 400, 64, Mask::window(70, 150)));
   for (const std::int64_t d : {8, 24, 40, 56, 72, 80, 96, 104, 120, 136, 160, 192, 224}) {
     add("head_dim_" + std::to_string(d), shape(1, 2, 1, 150, 200, d, causal));
   }
