@@ -20,9 +20,8 @@ inline constexpr int kDecodeMostLoadWarps = 4;
 inline constexpr int kDecodePanelBytes = 128;
 /// Fewest rows of a box of the copy engine: what the swizzle repeats after.
 inline constexpr int kDecodeBoxRows = 8;
-/// Units of work that a CTA knows, and how many ahead of the one that is finished; up to four
-/// behind it wait to be announced or looked at.
-inline constexpr int kDecodeUnitRing = 16, kDecodeUnitsAhead = 3;
+/// Units of work that a CTA knows, and how many ahead of the one that is finished.
+inline constexpr int kDecodeUnitRing = 8, kDecodeUnitsAhead = 3;
 
 /// One instantiation: widths of the rows of K and V in shared memory, warps, and depth of the ring.
 struct Sm90DecodeRow {
@@ -55,11 +54,15 @@ struct Sm90DecodeRow {
   constexpr int ring_bytes() const {
     return slots * (slot_bytes() + scale_bytes() + present_bytes());
   }
-  /// Results of the warps for their rows, f32, then (maximum, sum) of each.
-  constexpr int exchange_bytes() const {
-    return tile_rows() * (head_dim + 2) * static_cast<int>(sizeof(float));
+  /// Results of so many rows, f32, then (maximum, sum) of each.
+  constexpr int results_bytes(int rows) const {
+    return rows * (head_dim + 2) * static_cast<int>(sizeof(float));
   }
-  constexpr int shared_bytes() const { return ring_bytes() + exchange_bytes() + kAlign; }
+  constexpr int exchange_bytes() const { return results_bytes(tile_rows()); }  // of the warps
+  /// With what follows from the parts of a head so far, of `rows` query rows.
+  constexpr int shared_bytes(int rows) const {
+    return ring_bytes() + exchange_bytes() + results_bytes(rows) + kAlign;
+  }
 };
 
 inline constexpr int kSm90DecodeRowCount = 3;
@@ -74,7 +77,7 @@ inline constexpr int kDecodeMostSlots = 8;
 constexpr bool sm90_decode_rows_fit() {
   for (const auto& rows : kSm90DecodeRows) {
     for (const Sm90DecodeRow& row : rows) {
-      if (row.slots > kDecodeMostSlots || row.shared_bytes() > 227 * 1024) {
+      if (row.slots > kDecodeMostSlots || row.shared_bytes(row.tile_rows()) > 227 * 1024) {
         return false;
       }
     }
@@ -101,11 +104,18 @@ constexpr int sm90_decode_least_parts(std::int64_t heads_kv) {
   }
   return static_cast<int>(parts);
 }
+/// Tiles of a part at most: no CTA has more than others by more.
+inline constexpr int kDecodeMostTiles = 32;
 /// Parts of `tiles` key tiles of a sequence, one unit of work each for every KV head and block of
 /// query rows; at least 1, of two tiles on average or more. `forced` > 0 asks for so many, of which
 /// none is empty.
 constexpr int sm90_decode_parts(int tiles, int least, int forced) {
-  return std::max(1, forced > 0 ? std::min(tiles, forced) : std::min((tiles + 1) / 2, least));
+  if (forced > 0) {
+    return std::max(1, std::min(tiles, forced));
+  }
+  const int rounds =
+      std::max(1, (tiles + kDecodeMostTiles * least - 1) / (kDecodeMostTiles * least));
+  return std::max(1, std::min((tiles + 1) / 2, rounds * least));
 }
 
 /// How the keys and query rows of one sequence are cut: a unit for each KV head, part of the keys
@@ -117,7 +127,32 @@ struct Sm90DecodeCut {
   int row_warps_log2 = 0;  // warps that take the same keys: 2^row_warps_log2
 
   constexpr int units(int heads_kv) const { return heads_kv * parts * row_blocks; }
+
+  // What units cost, in quarters of a tile: their tiles, and something for each.
+  static constexpr int kTileCost = 4, kUnitCost = 1;
+  constexpr int least_tiles() const { return (end_tile - first_tile) / parts; }  // of a part
+  /// Parts from the first on that have one tile more.
+  constexpr int longer_parts() const { return (end_tile - first_tile) % parts; }
+  constexpr std::int64_t block_cost() const {  // of one head and row block
+    return kTileCost * static_cast<std::int64_t>(end_tile - first_tile) + kUnitCost * parts;
+  }
+  constexpr std::int64_t cost(int heads_kv) const { return block_cost() * heads_kv * row_blocks; }
+  /// Units of the sequence that begin before `cost`, which is at most that of all.
+  constexpr std::int64_t units_before(std::int64_t cost) const {
+    const std::int64_t block = cost / block_cost();
+    const std::int64_t rest = cost - block * block_cost();
+    const int less = kTileCost * least_tiles() + kUnitCost, more = less + kTileCost;
+    const std::int64_t longer = std::int64_t{longer_parts()} * more;
+    return block * parts + (rest <= longer ? (rest + more - 1) / more
+                                           : longer_parts() + (rest - longer + less - 1) / less);
+  }
 };
+/// Rounds of `units` over `ctas` that follow each other on a CTA, when all have as many: rather a
+/// few CTAs without work than heads cut between two. 0: too many would have none.
+constexpr std::int64_t sm90_decode_even_share(std::int64_t units, std::int64_t ctas) {
+  const std::int64_t share = (units + ctas - 1) / ctas;
+  return 25 * units >= 24 * share * ctas ? share : 0;
+}
 constexpr Sm90DecodeCut sm90_decode_cut(Sm90DecodeRow row, const BasicMaskWindow<int>& mask,
                                         int seqlen_q, int group, int least, int forced) {
   Sm90DecodeCut cut;

@@ -33,11 +33,12 @@ constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_
   return of_these < kOfAll && lost > saved ? 0 : ctas;
 }
 
-/// Behind the shared memory of sm90_decode.h: what the parts have of the columns of a CTA.
+/// Shared memory of a CTA: ring and results of its warps, and behind them what the parts have of
+/// its columns.
 constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int rows,
                                         int ctas) {
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
-  return max_parts * rows * part;
+  return row.ring_bytes() + row.exchange_bytes() + max_parts * rows * part + Sm90DecodeRow::kAlign;
 }
 /// What a CTA may have beside its barriers.
 inline constexpr int kDecodeClusterMostBytes = 225 * 1024;

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace rafter::tiles {
@@ -65,6 +67,47 @@ TEST(Sm90Decode, PartsHaveTwoTilesOnAverageUnlessForced) {
   EXPECT_EQ(cut_of(1, 3 * kTile, 4, 8).parts, 2);
   EXPECT_EQ(cut_of(1, 64 * kTile, 4, 8).parts, 16);
   EXPECT_EQ(cut_of(1, 3 * kTile, 4, 8, -1, 128).parts, 3) << "no more than tiles";
+}
+
+TEST(Sm90Decode, PartsHaveNoMoreTilesThanOthersCanWaitFor) {
+  for (const int heads : {1, 8, 10, 32}) {
+    const int least = sm90_decode_least_parts(heads);
+    for (const int tiles : {1, 500, 512, 513, 1024, 100000}) {
+      const int parts = sm90_decode_parts(tiles, least, 0);
+      EXPECT_LE((tiles + parts - 1) / parts, kDecodeMostTiles) << tiles << " tiles";
+      EXPECT_TRUE(parts % least == 0 || parts < least) << "rounds are as full as with fewer";
+    }
+  }
+}
+
+TEST(Sm90Decode, UnitsBeforeACostAreThoseThatBeginBeforeIt) {
+  for (const int seqlen : {0, 1, 500, 4096, 5000}) {
+    for (const int forced : {0, 3, 7}) {
+      const Sm90DecodeCut cut = cut_of(1, seqlen, 4, 2, -1, forced);
+      const int tiles = cut.end_tile - cut.first_tile;
+      std::vector<std::int64_t> begins;  // of the units of two heads
+      std::int64_t at = 0;
+      for (int unit = 0; unit < cut.units(2); ++unit) {
+        begins.push_back(at);
+        const int longer = unit % cut.parts < tiles % cut.parts ? 1 : 0;
+        at += Sm90DecodeCut::kTileCost * (tiles / cut.parts + longer) + Sm90DecodeCut::kUnitCost;
+      }
+      ASSERT_EQ(cut.cost(2), at);
+      for (std::int64_t cost = 0; cost <= at; ++cost) {
+        EXPECT_EQ(cut.units_before(cost),
+                  std::lower_bound(begins.begin(), begins.end(), cost) - begins.begin())
+            << seqlen << " keys, cost " << cost;
+      }
+    }
+  }
+}
+
+TEST(Sm90Decode, SharesAreEvenWhereFewCtasStayWithoutWork) {
+  EXPECT_EQ(sm90_decode_even_share(512, 132), 4) << "128 CTAs";
+  EXPECT_EQ(sm90_decode_even_share(16384, 132), 125);
+  EXPECT_EQ(sm90_decode_even_share(64, 64), 1);
+  EXPECT_EQ(sm90_decode_even_share(150, 132), 0) << "75 CTAs would have all";
+  EXPECT_EQ(sm90_decode_even_share(0, 132), 0);
 }
 
 TEST(Sm90Decode, WarpsOfTheSameKeysAreAsManyAsTheirRowsNeed) {

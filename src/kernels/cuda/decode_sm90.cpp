@@ -105,7 +105,7 @@ std::optional<Cut> cut_of(const KernelProblem& problem) {
     cut.partial_bytes = round_up(
         cut.slots * cut.partial_rows * round_up(p.head_dim_v, std::int64_t{4}) * 4, kAlign);
     cut.state_bytes = round_up(cut.slots * cut.partial_rows * 8, kAlign);
-    cut.arrived_bytes = (cut.slots + cut.slots / cut.max_parts) * tiles::kDecodeFinishWarps * 8;
+    cut.arrived_bytes = cut.slots * tiles::kDecodeFinishWarps * 8;
   }
   return cut;
 }
@@ -270,10 +270,17 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   if (ctas == 0) {
     return 0;
   }
-  const tiles::Sm90DecodeRow& shape = row_of(p);
-  const int shared = shape.shared_bytes() + tiles::sm90_decode_cluster_bytes(
-                                                shape, cut.max_parts, static_cast<int>(rows), ctas);
+  const int shared =
+      tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts, static_cast<int>(rows), ctas);
   return shared <= tiles::kDecodeClusterMostBytes ? ctas : 0;
+}
+
+/// How many units a CTA has, where lengths are no data.
+void set_shares(DecodeParams& params, std::int64_t ctas) {
+  const std::int64_t units = std::int64_t{params.batch} * params.same_cut.units(params.heads_kv);
+  const std::int64_t even = tiles::sm90_decode_even_share(units, ctas);
+  params.share = static_cast<int>(even > 0 ? even : units / ctas);
+  params.longer_shares = static_cast<int>(even > 0 ? 0 : units % ctas);
 }
 
 Status forward(const ForwardCall& call) {
@@ -298,7 +305,6 @@ Status forward(const ForwardCall& call) {
     params.partial_o = reinterpret_cast<float*>(bytes);
     params.partial_state = reinterpret_cast<float2*>(bytes + cut.partial_bytes);
     params.arrived = reinterpret_cast<std::uint64_t*>(bytes + cut.partial_bytes + cut.state_bytes);
-    params.claimed = params.arrived + cut.slots * tiles::kDecodeFinishWarps;
     params.launch_id = next_launch_id();
   }
   const Result<int> sms = cuda::sm_count();
@@ -306,6 +312,7 @@ Status forward(const ForwardCall& call) {
     return sms.status();
   }
   const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
+  set_shares(params, blocks);
   return kLaunch[dtype][width_of(p)][row](params, maps, p.kv_dtype == DType::e4m3,
                                           static_cast<unsigned>(blocks), call.stream.handle);
 }

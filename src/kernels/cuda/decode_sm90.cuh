@@ -3,7 +3,8 @@
 //   Q, O [batch, heads_q, seqlen_q, D], bf16 or f16   lse [batch, heads_q, seqlen_q]
 //   K, V [batch, heads_kv, seqlen_kv, D], dense, packed or in pages; 16 bits, int8 or e4m3
 // A unit of work is one part of the keys of a sequence for one KV head and up to 64 query rows
-// (position × head of the group). CTAs take units in turn. Warps, by their work:
+// (position × head of the group). A CTA has a share of units that follow each other. Warps, by
+// their work:
 //   attend   decode_sm90_attend.cuh
 //   finish   decode_sm90_finish.cuh; one of them finds the units
 //   load     decode_sm90_load.cuh
@@ -23,10 +24,14 @@ __global__ void __launch_bounds__(
   using Shared = DecodeShared<kWidth, kRow>;
   using Load = DecodeLoad<kWidth, kRow>;
   constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
-  static_assert(kShape.shared_bytes() + sizeof(DecodeControl) <= 227 * 1024);
+  static_assert(kShape.shared_bytes(kShape.tile_rows()) + sizeof(DecodeControl) <= 227 * 1024);
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;
-  if (threadIdx.x == 0) {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  DecodeUnitFinder<kWidth, kRow> finder{params};
+  if (warp == kShape.warps) {
+    finder.begin();
+  } else if (threadIdx.x == 0) {
     for (int i = 0; i < tiles::kDecodeUnitRing; ++i) {
       barrier_init(shared_address(&control.unit_full[i]), 1);
       barrier_init(shared_address(&control.unit_empty[i]), blockDim.x / 32);
@@ -41,11 +46,10 @@ __global__ void __launch_bounds__(
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
   const Shared shared{raw + ((start + kAlign - 1) / kAlign * kAlign - start), control};
-  const int warp = static_cast<int>(threadIdx.x / 32);
   if (warp < kShape.warps) {
     DecodeAttend<kDType, kWidth, kRow>{params, e4m3, shared}.run();
   } else if (warp < kShape.warps + tiles::kDecodeFinishWarps) {
-    DecodeFinish<kDType, kWidth, kRow>{params, shared}.run();
+    DecodeFinish<kDType, kWidth, kRow>{params, shared}.run(finder);
   } else {
     Load{params, shared}.run(maps.k, maps.v);
   }
@@ -60,7 +64,7 @@ Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bo
   return launch(reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kWidth, kRow>),
                 {.blocks = blocks,
                  .threads = static_cast<unsigned>(kShape.threads(load_warps)),
-                 .shared_bytes = static_cast<unsigned>(kShape.shared_bytes()),
+                 .shared_bytes = static_cast<unsigned>(kShape.shared_bytes(params.partial_rows)),
                  .stream = stream},
                 arguments);
 }

@@ -53,15 +53,16 @@ struct DecodeParams {
   int window_left = -1, window_right = -1;  // at most kMaxLength
   bool top_left = false;
   int least_parts = 1, forced_parts = 0, max_parts = 1;
+  // Units of a CTA where lengths are no data; the first `longer_shares` CTAs have one more.
+  int share = 0, longer_shares = 0;
   tiles::Sm90DecodeCut same_cut = {};  // of every sequence, where lengths are no data
-  // Partial results of part s of (sequence, KV head, row block), when there are several: slot
-  // ((b · heads_kv + head) · row_blocks + block) · max_parts + s.
+  // Partial results of part s of (sequence, KV head, row block), where the CTA that has part 0
+  // lacks it: slot ((b · heads_kv + head) · row_blocks + block) · max_parts + s.
   float* partial_o = nullptr;       // [slot, partial_rows, head_dim_v rounded up to 4]
   float2* partial_state = nullptr;  // [slot, partial_rows]: maximum (of log2 scores), sum
   // [slot, finishing warp]: `launch_id` once that warp's share of the partial result is written
   std::uint64_t* arrived = nullptr;
-  std::uint64_t* claimed = nullptr;  // the same, of slots / max_parts: somebody merges
-  std::uint64_t launch_id = 0;       // differs from whatever the workspace may hold
+  std::uint64_t launch_id = 0;  // differs from whatever the workspace may hold
   int partial_rows = 0;
   // score_log2 = scale_log2 · q·k, or with softcap its tanh; p = 2^(score_log2 − max).
   float scale_log2 = 0;

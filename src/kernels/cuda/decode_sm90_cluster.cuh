@@ -185,7 +185,7 @@ struct DecodeCluster {
   __device__ int share_log2() const { return kColumnsLog2 - (31 - __clz(ctas)); }
   __device__ int share() const { return 1 << share_log2(); }
   __device__ unsigned char* received() const {
-    return shared.raw + kShape.shared_bytes() - tiles::Sm90DecodeRow::kAlign;
+    return shared.raw + kShape.ring_bytes() + kShape.exchange_bytes();
   }
   __device__ float4* received_o(int part, int r, int rows) const {
     return reinterpret_cast<float4*>(received()) + (part * rows + r) * share();
@@ -211,30 +211,33 @@ struct DecodeCluster {
           *reinterpret_cast<const float4*>(shared.exchange_o() + Shared::exchange_place(of, 4 * c));
       top = fmaxf(top, state[s].x);
     }
-    typename Finish::Merged merged;
-    const float finite = merged.rise(top);
+    const float finite = top == -INFINITY ? 0.0f : top;
+    float sum = 0;
+    float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int s = 0; s < Shared::kWarps; ++s) {
       const float weight = exp2_approx(state[s].x - finite);
-      merged.sum += state[s].y * weight;
-      merged.add(weight, part[s]);
+      sum += state[s].y * weight;
+      o.x += part[s].x * weight;
+      o.y += part[s].y * weight;
+      o.z += part[s].z * weight;
+      o.w += part[s].w * weight;
     }
     const int to = c >> share_log2(), first = to << share_log2();
     const std::uint32_t barrier = cluster_address(result_barrier, to);
     if (lane < kColumns) {
       cluster_send(cluster_address(shared_address(received_o(unit.part, r, rows) + c - first), to),
-                   make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]), barrier);
+                   o, barrier);
       if (c == first) {
         cluster_send(
             cluster_address(shared_address(received_state(unit.part, r, rows, unit.parts)), to),
-            make_float2(merged.max, merged.sum), barrier);
+            make_float2(top, sum), barrier);
       }
     }
   }
 
   /// Merges what the parts have of this CTA's columns, in their order, and writes it out.
   __device__ void write(const DecodeUnit& unit, int rows) const {
-    constexpr int kGroup = 32;  // parts, as where units go round
     const int r = static_cast<int>(threadIdx.x) >> share_log2();
     const int c = static_cast<int>(threadIdx.x) & (share() - 1);
     const int d = 4 * ((cta << share_log2()) + c);
@@ -243,22 +246,9 @@ struct DecodeCluster {
       return;
     }
     typename Finish::Merged merged;
-#pragma unroll 1
-    for (int group = 0; group < unit.parts; group += kGroup) {
-      const int end = min(group + kGroup, unit.parts);
-      float top = -INFINITY;
 #pragma unroll 4
-      for (int part = group; part < end; ++part) {
-        top = fmaxf(top, received_state(part, r, rows, unit.parts)->x);
-      }
-      const float finite = merged.rise(top);
-#pragma unroll 4
-      for (int part = group; part < end; ++part) {
-        const float2 state = *received_state(part, r, rows, unit.parts);
-        const float weight = exp2_approx(state.x - finite);
-        merged.sum += state.y * weight;
-        merged.add(weight, received_o(part, r, rows)[c]);
-      }
+    for (int part = 0; part < unit.parts; ++part) {
+      merged.join(*received_state(part, r, rows, unit.parts), received_o(part, r, rows)[c]);
     }
     Finish{params, shared}.write_result(unit, r, d, merged);
   }
@@ -384,19 +374,18 @@ Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, un
                                   void* stream) {
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
   void* arguments[] = {const_cast<DecodeParams*>(&params)};
-  const int received = tiles::sm90_decode_cluster_bytes(
+  const int shared_bytes = tiles::sm90_decode_cluster_bytes(
       kShape, params.max_parts, params.seqlen_q * params.group, static_cast<int>(ctas));
   const void* const kernel =
       params.page_size > 0
           ? reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, true>)
           : reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, false>);
-  return launch_in_clusters(
-      kernel,
-      {.blocks = heads * ctas,
-       .threads = 32 * kShape.warps,
-       .shared_bytes = static_cast<unsigned>(kShape.shared_bytes() + received),
-       .stream = stream},
-      ctas, arguments);
+  return launch_in_clusters(kernel,
+                            {.blocks = heads * ctas,
+                             .threads = 32 * kShape.warps,
+                             .shared_bytes = static_cast<unsigned>(shared_bytes),
+                             .stream = stream},
+                            ctas, arguments);
 }
 
 }  // namespace rafter::cuda

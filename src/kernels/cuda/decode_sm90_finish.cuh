@@ -1,8 +1,9 @@
 // Four warps of decode_sm90 finish what the others leave in shared memory: the results of the warps
-// of a unit are merged and written out or, where the unit is one of several parts, to the
-// workspace; who sees that all parts of a head have arrived merges them in their order. Arrival is
-// a word per part and finishing warp, equal to the id of the launch: the workspace needs no
-// preparation. Should two CTAs merge they write the same bits. One of the warps finds the units.
+// of a unit are merged, and the parts of a head one after the other, from part 0 on. The units of a
+// CTA follow each other: the CTA that has part 0 keeps what follows from its parts in shared
+// memory; parts beyond it are in the first units of the CTAs before it, which leave them in the
+// workspace and announce them. Arrival is a word per part and finishing warp, equal to the id of
+// the launch: the workspace needs no preparation. One of the warps finds the units.
 #pragma once
 
 #include "hw/cuda/barrier.cuh"
@@ -24,26 +25,20 @@ struct DecodeFinish {
     float max = -INFINITY, sum = 0;
     float o[4] = {0, 0, 0, 0};
 
-    /// Begins a group of results of which the greatest maximum is `top`; returns what exponents
-    /// are relative to.
-    __device__ float rise(float top) {
-      top = fmaxf(top, max);
+    /// The result of more keys, sums relative to 2^`of`.max. One order of operations wherever the
+    /// parts of a head come from.
+    __device__ void join(float2 of, float4 part) {
+      const float top = fmaxf(of.x, max);
       const float finite = top == -INFINITY ? 0.0f : top;
-      const float mine = exp2_approx(max - finite);
+      const float mine = exp2_approx(max - finite), other = exp2_approx(of.x - finite);
       max = top;
-      sum *= mine;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        o[e] *= mine;
-      }
-      return finite;
+      sum = __fmaf_rn(of.y, other, __fmul_rn(sum, mine));
+      o[0] = __fmaf_rn(part.x, other, __fmul_rn(o[0], mine));
+      o[1] = __fmaf_rn(part.y, other, __fmul_rn(o[1], mine));
+      o[2] = __fmaf_rn(part.z, other, __fmul_rn(o[2], mine));
+      o[3] = __fmaf_rn(part.w, other, __fmul_rn(o[3], mine));
     }
-    __device__ void add(float weight, float4 part) {
-      o[0] += part.x * weight;
-      o[1] += part.y * weight;
-      o[2] += part.z * weight;
-      o[3] += part.w * weight;
-    }
+    __device__ float4 columns() const { return make_float4(o[0], o[1], o[2], o[3]); }
   };
 
   /// Slot of a part of the unit's head and row block.
@@ -108,8 +103,18 @@ struct DecodeFinish {
            (slot_of(unit, part) * params.partial_rows + r) * std::int64_t{4 * columns()};
   }
 
-  /// Merges what the warps have of the rows of this warp. What is final goes out, else to the
-  /// workspace.
+  /// What follows from the parts so far: four columns from d of row r.
+  __device__ float4* so_far(int r, int d) const {
+    return reinterpret_cast<float4*>(shared.so_far_o() + r * Shared::kD + d);
+  }
+  __device__ Merged read_so_far(int r, int d) const {
+    const float2 state = shared.so_far_state(params.partial_rows)[r];
+    const float4 o = *so_far(r, d);
+    return {state.x, state.y, {o.x, o.y, o.z, o.w}};
+  }
+
+  /// Merges what the warps have of the rows of this warp, and that with the parts before where this
+  /// CTA has them. What is final goes out, parts whose first another CTA has to the workspace.
   __device__ void merge_warps(const DecodeUnit& unit) const {
     const int rows = Shared::rows_of(params, unit);
     const int sources = Shared::kWarps >> unit.row_warps_log2;
@@ -123,6 +128,9 @@ struct DecodeFinish {
         state[s] = shared.exchange_state()[r + min(s, sources - 1) * step];
         top = fmaxf(top, state[s].x);
       }
+      const float finite = top == -INFINITY ? 0.0f : top;
+      float sum = 0;
+      float2 so_far_state = make_float2(-INFINITY, 0);
 #pragma unroll 1
       for (int c = lane; c < columns(); c += 32) {
         const int d = 4 * c;
@@ -132,71 +140,124 @@ struct DecodeFinish {
           part[s] = *reinterpret_cast<const float4*>(
               shared.exchange_o() + Shared::exchange_place(r + min(s, sources - 1) * step, d));
         }
-        Merged merged;
-        const float finite = merged.rise(top);
+        float4 o = make_float4(0, 0, 0, 0);
+        sum = 0;
 #pragma unroll
         for (int s = 0; s < Shared::kWarps; ++s) {
           if (s < sources) {
             const float weight = exp2_approx(state[s].x - finite);
-            merged.sum += state[s].y * weight;
-            merged.add(weight, part[s]);
+            sum += state[s].y * weight;
+            o.x += part[s].x * weight;
+            o.y += part[s].y * weight;
+            o.z += part[s].z * weight;
+            o.w += part[s].w * weight;
           }
         }
-        if (unit.parts == 1) {
+        if (!unit.leads) {
+          *reinterpret_cast<float4*>(partial_o(unit, unit.part, r) + d) = o;
+          if (c == 0) {
+            *partial_state(unit, unit.part, r) = make_float2(top, sum);
+          }
+          continue;
+        }
+        Merged merged;
+        if (unit.part > 0) {
+          merged = read_so_far(r, d);
+        }
+        merged.join(make_float2(top, sum), o);
+        if (unit.part + 1 == unit.parts) {
           write_result(unit, r, d, merged);
         } else {
-          *reinterpret_cast<float4*>(partial_o(unit, unit.part, r) + d) =
-              make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]);
-          if (d == 0) {
-            *partial_state(unit, unit.part, r) = make_float2(merged.max, merged.sum);
-          }
+          *so_far(r, d) = merged.columns();
+          so_far_state = make_float2(merged.max, merged.sum);
         }
       }
+      __syncwarp();
+      if (lane == 0 && unit.leads) {
+        shared.so_far_state(params.partial_rows)[r] =
+            so_far_state;  // of no use after the last part
+      }
+    }
+    __syncwarp();
+  }
+
+  /// Among the finishing warps.
+  __device__ int finisher() const { return warp - Shared::kWarps; }
+
+  // Arrival. A warp's rows are the same in all parts, so that warps of different CTAs arrive for
+  // themselves.
+
+  __device__ std::uint64_t* arrived(const DecodeUnit& unit, int part) const {
+    return params.arrived + slot_of(unit, part) * tiles::kDecodeFinishWarps + finisher();
+  }
+
+  /// Announces the parts up to that of `unit` that this CTA has, of which this warp's rows are
+  /// written: all its units so far.
+  __device__ void announce(const DecodeUnit& unit, int units) const {
+    __syncwarp();
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#pragma unroll 1
+    for (int part = unit.part - lane; part > unit.part - units; part -= 32) {
+      asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(arrived(unit, part)), "l"(params.launch_id)
+                   : "memory");
     }
   }
 
-  /// Merges what the parts have of the rows of this warp, in their order, some at a time.
-  __device__ void merge_parts(const DecodeUnit& unit) const {
+  /// Waits for parts from `first` on, one a lane, at most 32. A graph runs again under the same id.
+  __device__ void await(const DecodeUnit& unit, int first) const {
+    if (first + lane < unit.parts) {
+      std::uint64_t* const at = arrived(unit, first + lane);
+      std::uint64_t word;
+      do {
+        asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
+      } while (word != params.launch_id);
+      *at = 0;
+    }
+    __syncwarp();  // what one lane has acquired, all may read
+  }
+
+  /// Of the workspace; stays where it is written, not within the branch that uses it.
+  __device__ static float4 load_four(const float* from) {
+    float4 value;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(from)
+                 : "memory");
+    return value;
+  }
+
+  /// Waits for the parts behind `unit` and merges them, in their order, some at a time.
+  __device__ void finish_parts(const DecodeUnit& unit) const {
     constexpr int kGroup = 32, kAtOnce = 8;  // parts; loads in flight
     const int rows = Shared::rows_of(params, unit);
     const std::int64_t step = std::int64_t{params.partial_rows} * 4 * columns();
+#pragma unroll 1
+    for (int group = unit.part + 1; group < unit.parts; group += kGroup) {
+      await(unit, group);
+    }
 #pragma unroll 1
     for (int r = finisher(); r < rows; r += tiles::kDecodeFinishWarps) {
 #pragma unroll 1
       for (int first_column = 0; first_column < columns(); first_column += 32) {
         const int d = 4 * min(first_column + lane, columns() - 1);
-        Merged merged;
+        Merged merged = read_so_far(r, d);
 #pragma unroll 1
-        for (int group = 0; group < unit.parts; group += kGroup) {
-          float2 state = make_float2(-INFINITY, 0);
-          if (group + lane < unit.parts) {
-            state = *partial_state(unit, group + lane, r);
-          }
-          float finite = 0, weight = 0;
+        for (int group = unit.part + 1; group < unit.parts; group += kGroup) {
+          const float2 state = *partial_state(unit, min(group + lane, unit.parts - 1), r);
 #pragma unroll 1
           for (int first = group; first < min(group + kGroup, unit.parts); first += kAtOnce) {
             float4 part[kAtOnce];
             const float* const from = partial_o(unit, first, r) + d;
 #pragma unroll
-            for (int s = 0; s < kAtOnce; ++s) {  // no branch between the loads
-              part[s] =
-                  *reinterpret_cast<const float4*>(from + min(s, unit.parts - 1 - first) * step);
-            }
-            if (first == group) {
-              float top = state.x;
-#pragma unroll
-              for (int other = 1; other < 32; other *= 2) {
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-              }
-              finite = merged.rise(top);
-              weight = exp2_approx(state.x - finite);
+            for (int s = 0; s < kAtOnce; ++s) {
+              part[s] = load_four(from + min(s, unit.parts - 1 - first) * step);
             }
 #pragma unroll
             for (int s = 0; s < kAtOnce; ++s) {
-              const float of = __shfl_sync(~0u, weight, first - group + s);
-              merged.sum += __shfl_sync(~0u, state.y, first - group + s) * of;
+              const float2 of = make_float2(__shfl_sync(~0u, state.x, first - group + s),
+                                            __shfl_sync(~0u, state.y, first - group + s));
               if (first + s < unit.parts) {
-                merged.add(of, part[s]);
+                merged.join(of, part[s]);
               }
             }
           }
@@ -205,92 +266,6 @@ struct DecodeFinish {
           write_result(unit, r, d, merged);
         }
       }
-    }
-  }
-
-  /// Among the finishing warps.
-  __device__ int finisher() const { return warp - Shared::kWarps; }
-
-  /// A unit that this warp has not released.
-  __device__ const DecodeUnit& unit_of(std::uint32_t count) const {
-    return shared.control.units[count % tiles::kDecodeUnitRing];
-  }
-
-  // Arrival. A warp's rows are the same in all parts, so that warps of different CTAs arrive for
-  // themselves. Under load a fence takes some ten thousand clocks: some units share one. It lets
-  // their words out after what they are of, and those of the units before out before the words of
-  // other parts are read: of the parts of a head at least one sees all.
-
-  static constexpr int kTogether = 2;  // units
-
-  __device__ std::uint64_t* arrived(const DecodeUnit& unit, int part) const {
-    return params.arrived + slot_of(unit, part) * tiles::kDecodeFinishWarps + finisher();
-  }
-
-  __device__ std::uint64_t* claim_of(const DecodeUnit& unit) const {
-    const std::int64_t group = slot_of(unit, 0) / params.max_parts;
-    return params.claimed + group * tiles::kDecodeFinishWarps + finisher();
-  }
-
-  __device__ bool has_arrived(const DecodeUnit& unit, int part) const {
-    std::uint64_t word;
-    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(word) : "l"(arrived(unit, part)) : "memory");
-    return word == params.launch_id;
-  }
-
-  /// Announces the units from `first` to before `end`, of which this warp's rows are written, and
-  /// merges the parts of those from `looked` to before `first`, or `end` where no more units come,
-  /// of which all have arrived.
-  __device__ void settle(std::uint32_t looked, std::uint32_t first, std::uint32_t end,
-                         bool more) const {
-    __syncwarp();
-    asm volatile("fence.sc.gpu;" ::: "memory");
-    if (first + lane < end && unit_of(first + lane).parts > 1) {
-      const DecodeUnit& unit = unit_of(first + lane);
-      asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(arrived(unit, unit.part)),
-                   "l"(params.launch_id)
-                   : "memory");
-    }
-    if (!more) {
-      asm volatile("fence.sc.gpu;" ::: "memory");
-      first = end;
-    }
-#pragma unroll 1
-    for (; looked < first; ++looked) {
-      const DecodeUnit& unit = unit_of(looked);
-      bool all = unit.parts > 1;
-#pragma unroll 1
-      for (int part = lane; part < unit.parts; part += 32) {
-        all = all && has_arrived(unit, part);
-      }
-      // The last units of all CTAs end together: asking who merges takes longer than merging.
-      if (__all_sync(~0u, all) && (!more || claims(unit))) {
-        __syncwarp();  // what one lane has acquired, all may read
-        merge_parts(unit);
-        forget_arrivals(unit);
-      }
-      shared.control.release(looked);
-    }
-  }
-
-  /// Several may see that all parts are there: the first to say so merges. Should two, they write
-  /// the same bits.
-  __device__ bool claims(const DecodeUnit& unit) const {
-    unsigned long long before = 0;
-    if (lane == 0) {
-      before = atomicExch(reinterpret_cast<unsigned long long*>(claim_of(unit)), params.launch_id);
-    }
-    return __shfl_sync(~0u, before, 0) != params.launch_id;
-  }
-
-  /// A graph runs again under the same id.
-  __device__ void forget_arrivals(const DecodeUnit& unit) const {
-#pragma unroll 1
-    for (int part = lane; part < unit.parts; part += 32) {
-      *arrived(unit, part) = 0;
-    }
-    if (lane == 0) {
-      *claim_of(unit) = 0;
     }
   }
 
@@ -314,10 +289,10 @@ struct DecodeFinish {
     }
   }
 
-  __device__ void run() const {
-    DecodeUnitFinder<kWidth, kRow> finder;
-    std::uint32_t found = 0, looked = 0, announced = 0;  // units
-    bool finds = finisher() == 0;                        // one warp for all
+  /// `finder` has begun in the first of the warps, which finds units for all.
+  __device__ void run(DecodeUnitFinder<kWidth, kRow>& finder) const {
+    std::uint32_t found = 0;  // units
+    bool finds = finisher() == 0;
     named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
 #pragma unroll 1
     for (std::uint32_t count = 0;; ++count) {
@@ -325,31 +300,30 @@ struct DecodeFinish {
       for (; finds && found <= count + tiles::kDecodeUnitsAhead; ++found) {
         finds = publish(finder, found);
       }
-      const bool more = shared.control.take(count).batch >= 0;
-      if (more) {
-        count_bad_pages(unit_of(count));
-        named_barrier_sync(Shared::kWritten, Shared::kMeeting);
-        merge_warps(unit_of(count));
-        named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
-      }
-      if (more ? count - announced == kTogether : looked < count) {
-        settle(looked, announced, count, more);
-        looked = announced;
-        announced = count;
-      }
-      if (!more) {
+      const DecodeUnit unit = shared.control.take(count);
+      if (unit.batch < 0) {
         break;
+      }
+      shared.control.release(count);
+      count_bad_pages(unit);
+      named_barrier_sync(Shared::kWritten, Shared::kMeeting);
+      merge_warps(unit);
+      named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
+      if (unit.ends && !unit.leads) {
+        announce(unit, static_cast<int>(count) + 1);
+      } else if (unit.ends && unit.part + 1 < unit.parts) {
+        finish_parts(unit);
       }
     }
   }
 
  private:
-  /// Finds unit `found` of this CTA for all; false: there is none, which is said too.
+  /// Publishes unit `found` of this CTA for all; false: there is none, which is said too.
   __device__ bool publish(DecodeUnitFinder<kWidth, kRow>& finder, std::uint32_t found) const {
     constexpr std::uint32_t kUnits = tiles::kDecodeUnitRing;
     DecodeControl& control = shared.control;
     barrier_wait(shared_address(&control.unit_empty[found % kUnits]), found / kUnits % 2 ^ 1);
-    const DecodeUnit next = finder.find(params, static_cast<int>(blockIdx.x + found * gridDim.x));
+    const DecodeUnit next = finder.next();
     if (lane == 0) {
       control.units[found % kUnits] = next;
       barrier_arrive(shared_address(&control.unit_full[found % kUnits]));

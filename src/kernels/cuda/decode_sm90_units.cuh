@@ -14,6 +14,8 @@ struct DecodeUnit {
   int row_block = 0;
   int row_warps_log2 = 0;  // warps that take the same keys: 2^row_warps_log2
   int part = 0, parts = 1;
+  bool leads = false;  // this CTA has the parts from 0 on of its head and row block
+  bool ends = false;   // and has no part of it after this one
   int seqlen_q = 0, seqlen_kv = 0;
   int row_q = 0, row_kv = 0;         // first row of the sequence in its tensor (packed), else 0
   int first_tile = 0, end_tile = 0;  // first of the part; end of all
@@ -27,101 +29,203 @@ __device__ inline DecodeMask mask_of(const DecodeParams& params, int seqlen_q, i
           seqlen_kv};
 }
 
-/// Turns unit numbers into units. Whole warp; unit numbers must grow from call to call.
+/// Finds the units of a CTA, which follow each other. Whole warp.
 template <int kWidth, int kRow>
 struct DecodeUnitFinder {
   static constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
-  int units_before = 0;  // of the sequences before first_batch
-  int first_batch = 0;
+  const DecodeParams& params;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int next_unit = 0;        // among all; where lengths are data, in its sequence
+  int given = 0, left = 0;  // units of this CTA
+  // Where lengths are data: a lane has those of one of 32 sequences, of which the next unit is of
+  // `owner`. There are no units beyond the batch.
+  int first_batch = 0, owner = 0;
+  int seqlen_q = 0, seqlen_kv = 0, row_q = 0, row_kv = 0, units = 0;
+  tiles::Sm90DecodeCut cut;
 
-  __device__ DecodeUnit find(const DecodeParams& params, int number) {
-    DecodeUnit unit;
-    unit.seqlen_q = params.seqlen_q;
-    unit.seqlen_kv = params.seqlen_kv;
-    tiles::Sm90DecodeCut cut = params.same_cut;
-    int index = 0;  // among the units of the sequence
-    if (params.cu_seqlens_q.data == nullptr && params.seqused_kv.data == nullptr) {
-      const int each = cut.units(params.heads_kv);
-      const int b = each > 0 ? number / each : params.batch;
-      index = number - b * each;
-      unit.batch = b < params.batch ? b : -1;
+  __device__ bool lengths_are_data() const {
+    return params.cu_seqlens_q.data != nullptr || params.seqused_kv.data != nullptr;
+  }
+
+  /// Finds where this CTA begins. The first CTAs have the last units: whoever waits for parts of
+  /// others waits for CTAs that began before it.
+  __device__ void begin() {
+    const int cta = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+    if (lengths_are_data()) {
+      begin_by_lengths(cta);
     } else {
-      search(params, number, unit, cut, index);
+      next_unit = cta * params.share + min(cta, params.longer_shares);
+      left = min(params.share + (cta < params.longer_shares ? 1 : 0),
+                 params.batch * params.same_cut.units(params.heads_kv) - next_unit);
     }
-    if (unit.batch < 0) {
+  }
+
+  /// The next unit of this CTA; batch −1: there is none.
+  __device__ DecodeUnit next() {
+    DecodeUnit unit;
+    if (left <= 0) {
       return unit;
     }
-    unit.parts = cut.parts;
-    unit.row_warps_log2 = cut.row_warps_log2;
-    const int block = index / cut.parts;
-    unit.part = index - block * cut.parts;
-    unit.head = block / cut.row_blocks;
-    unit.row_block = block - unit.head * cut.row_blocks;
-    unit.first_tile = cut.first_tile + unit.part;
-    unit.end_tile = cut.end_tile;
-    unit.first_key = cut.first_key;
-    unit.end_key = cut.end_key;
+    unit.seqlen_q = params.seqlen_q;
+    unit.seqlen_kv = params.seqlen_kv;
+    tiles::Sm90DecodeCut of = params.same_cut;
+    int index = next_unit;  // in its sequence
+    if (lengths_are_data()) {
+      index = find_sequence(unit, of);
+    } else {
+      const int each = of.units(params.heads_kv);
+      unit.batch = next_unit / each;
+      index -= unit.batch * each;
+    }
+    unit.parts = of.parts;
+    unit.row_warps_log2 = of.row_warps_log2;
+    const int block = index / of.parts;
+    unit.part = index - block * of.parts;
+    unit.head = block / of.row_blocks;
+    unit.row_block = block - unit.head * of.row_blocks;
+    unit.first_tile = of.first_tile + unit.part;
+    unit.end_tile = of.end_tile;
+    unit.first_key = of.first_key;
+    unit.end_key = of.end_key;
+    unit.leads = unit.part <= given;
+    unit.ends = unit.part + 1 == of.parts || left == 1;
+    ++next_unit;
+    ++given;
+    --left;
     return unit;
   }
 
  private:
-  __device__ static void read_lengths(const DecodeParams& params, int b, DecodeUnit& unit) {
+  /// The sequence of the next unit, and that unit's index in it.
+  __device__ int find_sequence(DecodeUnit& unit, tiles::Sm90DecodeCut& of) {
+    const auto of_owner = [&](int value) { return __shfl_sync(~0u, value, owner); };
+#pragma unroll 1
+    for (int others = of_owner(units); next_unit >= others; others = of_owner(units)) {
+      next_unit -= others;
+      ++owner;
+      if (owner == 32) {
+        owner = 0;
+        read(first_batch + 32);
+      }
+    }
+    unit.batch = first_batch + owner;
+    unit.seqlen_q = of_owner(seqlen_q);
+    unit.seqlen_kv = of_owner(seqlen_kv);
+    unit.row_q = of_owner(row_q);
+    unit.row_kv = of_owner(row_kv);
+    of.first_key = of_owner(cut.first_key);
+    of.end_key = of_owner(cut.end_key);
+    of.first_tile = of_owner(cut.first_tile);
+    of.end_tile = of_owner(cut.end_tile);
+    of.parts = of_owner(cut.parts);
+    of.row_blocks = of_owner(cut.row_blocks);
+    of.row_warps_log2 = of_owner(cut.row_warps_log2);
+    return next_unit;
+  }
+
+  /// Lengths and cuts of 32 sequences from `first` on.
+  __device__ void read(int first) {
+    first_batch = first;
+    const int b = first + lane;
+    units = 0;
+    if (b >= params.batch) {
+      return;
+    }
+    seqlen_q = params.seqlen_q;
+    seqlen_kv = params.seqlen_kv;
     if (params.cu_seqlens_q.data != nullptr) {
       const std::int64_t q = index_at(params.cu_seqlens_q, b);
       const std::int64_t kv = index_at(params.cu_seqlens_kv, b);
-      unit.row_q = static_cast<int>(q);
-      unit.row_kv = static_cast<int>(kv);
-      unit.seqlen_q = clamped_length(index_at(params.cu_seqlens_q, b + 1) - q, params.seqlen_q);
-      unit.seqlen_kv = clamped_length(index_at(params.cu_seqlens_kv, b + 1) - kv, params.seqlen_kv);
+      row_q = static_cast<int>(q);
+      row_kv = static_cast<int>(kv);
+      seqlen_q = clamped_length(index_at(params.cu_seqlens_q, b + 1) - q, params.seqlen_q);
+      seqlen_kv = clamped_length(index_at(params.cu_seqlens_kv, b + 1) - kv, params.seqlen_kv);
     }
     if (params.seqused_kv.data != nullptr) {
-      unit.seqlen_kv = clamped_length(index_at(params.seqused_kv, b), unit.seqlen_kv);
+      seqlen_kv = clamped_length(index_at(params.seqused_kv, b), seqlen_kv);
+    }
+    cut = tiles::sm90_decode_cut(kShape, mask_of(params, seqlen_q, seqlen_kv), seqlen_q,
+                                 params.group, params.least_parts, params.forced_parts);
+    units = cut.units(params.heads_kv);
+  }
+
+  /// Over the lanes up to this one.
+  template <typename T>
+  __device__ T running_sum(T value) const {
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2) {
+      const T other = __shfl_up_sync(~0u, value, step);
+      value += lane >= step ? other : 0;
+    }
+    return value;
+  }
+
+  __device__ std::int64_t cost() const { return units > 0 ? cut.cost(params.heads_kv) : 0; }
+
+  /// Equal shares of the cost of all units, or a unit for each CTA.
+  __device__ void begin_by_lengths(int cta) {
+    int all_units = 0;
+#pragma unroll 1
+    for (int first = 0; first < params.batch; first += 32) {
+      read(first);
+      all_units += __reduce_add_sync(~0u, units);
+    }
+    const bool one_each = all_units <= static_cast<int>(gridDim.x);
+    const std::int64_t share = one_each ? 1 : share_of(all_units);
+    const std::int64_t from = cta * share;
+    std::int64_t before = 0;  // of the sequences of 32 lanes: what shares count
+    int units_before = 0, begins = -1;
+    int begin_batch = 0;
+#pragma unroll 1
+    for (int first = 0; first < params.batch; first += 32) {
+      if (first != first_batch) {
+        read(first);
+      }
+      const std::int64_t mine = one_each ? units : cost();
+      const std::int64_t to = running_sum(mine) + before;
+      const int units_to = running_sum(units) + units_before;
+      // The sequence of this lane begins at to − mine. Units of it that begin before `at`:
+      const auto begin_before = [&](std::int64_t at) {
+        return static_cast<int>(one_each ? at - to + mine : cut.units_before(at - to + mine));
+      };
+      // In which sequence this CTA begins, and in which the next does.
+      const unsigned begin = __ballot_sync(~0u, begins < 0 && from < to);
+      if (begin != 0) {
+        owner = __ffs(static_cast<int>(begin)) - 1;
+        begin_batch = first;
+        next_unit = __shfl_sync(~0u, lane == owner ? begin_before(from) : 0, owner);
+        begins = __shfl_sync(~0u, units_to - units, owner) + next_unit;
+        left = all_units - begins;
+      }
+      const unsigned end = __ballot_sync(~0u, from + share < to);
+      if (end != 0) {
+        const int last = __ffs(static_cast<int>(end)) - 1;
+        const int ends = units_to - units + (lane == last ? begin_before(from + share) : 0);
+        left = __shfl_sync(~0u, ends, last) - begins;
+        break;
+      }
+      before = __shfl_sync(~0u, to, 31);
+      units_before = __shfl_sync(~0u, units_to, 31);
+    }
+    if (left > 0 && begin_batch != first_batch) {
+      read(begin_batch);
     }
   }
 
-  /// The sequence whose unit `number` is: 32 sequences at a time, one a lane.
-  __device__ void search(const DecodeParams& params, int number, DecodeUnit& unit,
-                         tiles::Sm90DecodeCut& cut, int& index) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+  /// Equal shares of the cost of all units.
+  __device__ std::int64_t share_of(int all_units) {
+    std::int64_t all = 0;
 #pragma unroll 1
-    for (; first_batch < params.batch; first_batch += 32) {
-      DecodeUnit mine = unit;
-      tiles::Sm90DecodeCut my_cut;
-      if (first_batch + lane < params.batch) {
-        read_lengths(params, first_batch + lane, mine);
-        my_cut = tiles::sm90_decode_cut(kShape, mask_of(params, mine.seqlen_q, mine.seqlen_kv),
-                                        mine.seqlen_q, params.group, params.least_parts,
-                                        params.forced_parts);
+    for (int first = 0; first < params.batch; first += 32) {
+      if (first != first_batch) {
+        read(first);
       }
-      const int units = my_cut.units(params.heads_kv);
-      int sum = units;  // inclusive scan over the lanes
-#pragma unroll 1
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        sum += lane >= step ? other : 0;
-      }
-      const unsigned behind = __ballot_sync(~0u, number < units_before + sum);
-      if (behind == 0) {
-        units_before += __shfl_sync(~0u, sum, 31);
-        continue;
-      }
-      const int owner = __ffs(static_cast<int>(behind)) - 1;
-      const auto of_owner = [&](int value) { return __shfl_sync(~0u, value, owner); };
-      index = number - units_before - of_owner(sum - units);
-      unit.batch = first_batch + owner;
-      unit.seqlen_q = of_owner(mine.seqlen_q);
-      unit.seqlen_kv = of_owner(mine.seqlen_kv);
-      unit.row_q = of_owner(mine.row_q);
-      unit.row_kv = of_owner(mine.row_kv);
-      cut.first_key = of_owner(my_cut.first_key);
-      cut.end_key = of_owner(my_cut.end_key);
-      cut.first_tile = of_owner(my_cut.first_tile);
-      cut.end_tile = of_owner(my_cut.end_tile);
-      cut.parts = of_owner(my_cut.parts);
-      cut.row_blocks = of_owner(my_cut.row_blocks);
-      cut.row_warps_log2 = of_owner(my_cut.row_warps_log2);
-      return;
+      all += cost();
     }
+    all = __shfl_sync(~0u, running_sum(all), 31);
+    const std::int64_t ctas = gridDim.x;
+    const std::int64_t even = tiles::sm90_decode_even_share(all_units, ctas);
+    return even > 0 ? (all * even + all_units - 1) / all_units : (all + ctas - 1) / ctas;
   }
 };
 
@@ -131,7 +235,8 @@ struct DecodeControl {
   std::uint64_t slot_full[tiles::kDecodeMostSlots], slot_empty[tiles::kDecodeMostSlots];
   DecodeUnit units[tiles::kDecodeUnitRing];
 
-  /// Waits for the count-th unit of this CTA; batch −1: there are no more.
+  /// Waits for the count-th unit of this CTA, which stays until this warp releases it; batch −1:
+  /// there are no more.
   __device__ DecodeUnit take(std::uint32_t count) {
     constexpr std::uint32_t kRing = tiles::kDecodeUnitRing;
     barrier_wait(shared_address(&unit_full[count % kRing]), count / kRing % 2);
@@ -200,6 +305,14 @@ struct DecodeShared {
   }
   __device__ std::uint32_t present(int s) const {
     return behind_exchange() + kSlots * kShape.scale_bytes() + s * kShape.present_bytes();
+  }
+  /// What follows from the parts so far of a head, of so many rows: from row to row, and behind
+  /// `rows` of them (maximum, sum) of each.
+  __device__ float* so_far_o() const {
+    return reinterpret_cast<float*>(raw + kShape.ring_bytes() + kShape.exchange_bytes());
+  }
+  __device__ float2* so_far_state(int rows) const {
+    return reinterpret_cast<float2*>(so_far_o() + rows * kD);
   }
   __device__ std::uint32_t full(int s) const { return shared_address(&control.slot_full[s]); }
   __device__ std::uint32_t empty(int s) const { return shared_address(&control.slot_empty[s]); }

@@ -45,6 +45,33 @@ TEST(DecodeSm90Contract, BitsOfASequenceDependOnItAlone) {
   }
 }
 
+/// CTAs have many units: heads lie within one, are cut between two, between several.
+TEST(DecodeSm90Contract, BitsDoNotDependOnWhereSharesOfCtasEnd) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  for (const bool even : {true, false}) {
+    for (const std::int64_t splits : {0, 5, 128}) {
+      Case c = decode_sm90_case(DType::bf16, DType::bf16, 4, 64);
+      c.problem.seqused_kv = !even;
+      std::vector<std::int64_t> lengths;
+      for (std::int64_t b = 0; b < 45; ++b) {
+        lengths.push_back(even ? 1500 : (b * 397) % 2000);
+      }
+      c.lengths(each(lengths.size(), 1), lengths);
+      const Values values = make_values(c);
+      const Output expected = run_case(c, values, on_sm90(splits));
+      ASSERT_FALSE(expected.o.empty());
+      EXPECT_TRUE(same_bits(run_case(c, values, on_sm90(splits)), expected)) << "a repeat";
+      for (std::size_t b = 0; b < lengths.size(); b += 4) {
+        SCOPED_TRACE(::testing::Message() << splits << " splits, sequence " << b);
+        Case alone = c;
+        alone.lengths({1}, {lengths[b]});
+        EXPECT_TRUE(same_bits(run_case(alone, values_of(c, values, b), on_sm90(splits)),
+                              output_of(c, expected, b)));
+      }
+    }
+  }
+}
+
 TEST(DecodeSm90Contract, WhatLiesOutsideChangesNoBit) {
   RAFTER_SKIP_WITHOUT_SM90();
   for (const DType kv : {DType::bf16, DType::int8, DType::e4m3}) {
