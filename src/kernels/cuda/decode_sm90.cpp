@@ -261,6 +261,7 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const std::int64_t rows = p.seqlen_q * params.group;
   if (width_of(p) != 0 || row >= kClusterRows || rows > tiles::kDecodeBlockRows ||
       p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
+      (p.layout == Layout::paged && p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
       !params.q.aligned || !params.k.aligned || !params.v.aligned) {
     return 0;
   }
