@@ -25,8 +25,8 @@ inline Acceptance accepts_sm90_device(const KernelProblem& problem) {
   return reason.empty() ? Acceptance::accept() : Acceptance::refuse(std::move(reason));
 }
 
-/// 16-bit types, dense or packed, keys in one piece, head dimensions of whole 16-byte chunks.
-inline Acceptance accepts_sm90(const KernelProblem& problem) {
+/// 16-bit types, dense or packed, keys in one piece.
+inline Acceptance accepts_sm90_layout(const KernelProblem& problem) {
   const AttentionProblem& p = problem.attention;
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) {
     return Acceptance::refuse(fmt::format("{} is not among bf16, f16", to_string(p.dtype)));
@@ -36,6 +36,15 @@ inline Acceptance accepts_sm90(const KernelProblem& problem) {
   }
   if (problem.splits > 1) {
     return Acceptance::refuse(fmt::format("splits {}: it does not split the keys", problem.splits));
+  }
+  return Acceptance::accept();
+}
+
+/// And head dimensions of whole 16-byte chunks.
+inline Acceptance accepts_sm90(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  if (Acceptance layout = accepts_sm90_layout(problem); !layout.yes) {
+    return layout;
   }
   const std::pair<const char*, std::int64_t> head_dims[] = {{"head_dim", p.head_dim},
                                                             {"head_dim_v", p.head_dim_v}};

@@ -1,5 +1,6 @@
 // backward_sm90: the host side of the fused, deterministic backward for sm_90a.
 //   rows of dO ∘ O → the kernel over blocks of keys (dK, dV, sums of dQ) → dQ
+// Where a head dimension is no multiple of 8, that kernel reads copies of Q, K, V and dO.
 #include "kernels/cuda/backward_sm90.h"
 
 #include <fmt/format.h>
@@ -68,9 +69,16 @@ std::int64_t items_of(const AttentionProblem& p) {
   return blocks * p.heads_kv;
 }
 
-/// Byte offsets in the workspace.
+std::int64_t keys_of(const AttentionProblem& p) {
+  return is_packed(p) ? p.total_kv : p.batch * p.seqlen_kv;
+}
+
+/// The copy engine reads rows of whole 16 bytes.
+bool is_widened(const AttentionProblem& p) { return p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0; }
+
+/// Byte offsets in the workspace. q, k and v: of copies.
 struct Places {
-  std::int64_t turns = 64, rows = 0, dq_sums = 0, d_o = 0, total = 0;
+  std::int64_t turns = 64, rows = 0, dq_sums = 0, d_o = 0, q = 0, k = 0, v = 0, total = 0;
 };
 
 Places places_of(const AttentionProblem& p) {
@@ -82,13 +90,21 @@ Places places_of(const AttentionProblem& p) {
       base::round_up(out.turns + tiles * static_cast<std::int64_t>(sizeof(unsigned)), kAlign);
   out.dq_sums = out.rows + tiles * 2 * shape.row_bytes();
   out.d_o = out.dq_sums + tiles * shape.parts() * Sm90BackwardRow::kPartBytes;
-  out.total = out.d_o + rows_of(p) * p.heads_q * p.head_dim_v * 2;
+  const std::int64_t wide = cuda::whole_chunks(p.head_dim) * 2,
+                     wide_v = cuda::whole_chunks(p.head_dim_v) * 2;
+  out.total = out.d_o + rows_of(p) * p.heads_q * wide_v;
+  if (is_widened(p)) {
+    out.q = base::round_up(out.total, kAlign);
+    out.k = base::round_up(out.q + rows_of(p) * p.heads_q * wide, kAlign);
+    out.v = base::round_up(out.k + keys_of(p) * p.heads_kv * wide, kAlign);
+    out.total = out.v + keys_of(p) * p.heads_kv * wide_v;
+  }
   return out;
 }
 
 Acceptance accepts(const KernelProblem& problem) {
   const AttentionProblem& p = problem.attention;
-  if (Acceptance common = cuda::accepts_sm90(problem); !common.yes) {
+  if (Acceptance common = cuda::accepts_sm90_layout(problem); !common.yes) {
     return common;
   }
   if (row_of(p) < 0) {
@@ -157,7 +173,7 @@ class Call {
     return static_cast<std::byte*>(call_.workspace.data) + bytes;
   }
 
-  static cuda::PlainTensor plain(const TensorView& view) {
+  cuda::PlainTensor plain(const TensorView& view) const {
     const std::int64_t size = bits_of(view.dtype) / 8, elements = 16 / size;
     const auto whole = [elements](std::int64_t stride) { return stride % elements == 0; };
     return {.data = view.data,
@@ -165,7 +181,7 @@ class Call {
             .stride_seqlen = view.stride_seqlen,
             .stride_heads = view.stride_heads,
             .is_f32 = view.dtype == DType::f32,
-            .aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+            .aligned = !is_widened(p_) && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
                        whole(view.stride_batch) && whole(view.stride_seqlen) &&
                        whole(view.stride_heads)};
   }
@@ -207,18 +223,40 @@ class Call {
 
   Status set_tensors() {
     const Sm90BackwardRow& shape = kSm90BackwardRows[row_];
-    if (Status status = map("q", call_.in.q, shape.tile_q, params_.q, params_.q_batch_step,
-                            params_.q_heads_step);
+    const bool packed = is_packed(p_);
+    const std::int64_t batch = packed ? 1 : p_.batch;
+    TensorView q = call_.in.q, k = call_.in.k, v = call_.in.v;
+    if (is_widened(p_)) {
+      const auto widen = [&](TensorView& view, std::int64_t place, std::int64_t seqlen,
+                             std::int64_t heads, std::int64_t head_dim) {
+        const cuda::WidenParams copy = {plain(view), at(place), batch,
+                                        seqlen,      heads,     static_cast<int>(head_dim)};
+        view = TensorView::contiguous(copy.to, p_.dtype, batch, seqlen, heads,
+                                      cuda::whole_chunks(head_dim));
+        return cuda::launch_widen_rows(copy, call_.stream.handle);
+      };
+      const std::int64_t queries = packed ? p_.total_q : p_.seqlen_q;
+      const std::int64_t keys = packed ? p_.total_kv : p_.seqlen_kv;
+      for (const Status& status : {widen(q, places_.q, queries, p_.heads_q, p_.head_dim),
+                                   widen(k, places_.k, keys, p_.heads_kv, p_.head_dim),
+                                   widen(v, places_.v, keys, p_.heads_kv, p_.head_dim_v)}) {
+        if (!status) {
+          return status;
+        }
+      }
+    }
+    if (Status status =
+            map("q", q, shape.tile_q, params_.q, params_.q_batch_step, params_.q_heads_step);
         !status) {
       return status;
     }
-    if (Status status = map("k", call_.in.k, shape.tile_kv, params_.k, params_.k_batch_step,
-                            params_.k_heads_step);
+    if (Status status =
+            map("k", k, shape.tile_kv, params_.k, params_.k_batch_step, params_.k_heads_step);
         !status) {
       return status;
     }
-    if (Status status = map("v", call_.in.v, shape.tile_kv, params_.v, params_.v_batch_step,
-                            params_.v_heads_step);
+    if (Status status =
+            map("v", v, shape.tile_kv, params_.v, params_.v_batch_step, params_.v_heads_step);
         !status) {
       return status;
     }
@@ -244,20 +282,20 @@ class Call {
     return Status::ok();
   }
 
-  /// dO as it is, or, where it is f32 or its strides are not for the copy engine, its copy.
+  /// dO as it is, or, where it is f32 or the copy engine cannot read it, its copy.
   Status set_d_o() {
     const int tile_q = kSm90BackwardRows[row_].tile_q;
     const auto map_of = [&](const TensorView& view) {
       return map("d_o", view, tile_q, params_.d_o, params_.d_o_batch_step, params_.d_o_heads_step);
     };
-    if (call_.in.d_o.dtype == p_.dtype && map_of(call_.in.d_o)) {
+    if (!is_widened(p_) && call_.in.d_o.dtype == p_.dtype && map_of(call_.in.d_o)) {
       return Status::ok();
     }
     inputs_.d_o_copy = at(places_.d_o);
     const std::int64_t batch = is_packed(p_) ? 1 : p_.batch;
     return map_of(TensorView::contiguous(inputs_.d_o_copy, p_.dtype, batch,
                                          is_packed(p_) ? p_.total_q : p_.seqlen_q, p_.heads_q,
-                                         p_.head_dim_v));
+                                         cuda::whole_chunks(p_.head_dim_v)));
   }
 
   const BackwardCall& call_;
@@ -282,8 +320,9 @@ std::span<const KernelEntry> entries_backward_sm90() {
       .pipeline = Pipeline::fused,
       .instruction_set = "sm_90a",
       .dtypes = {DType::bf16, DType::f16},
-      .accepts_text = "dense and packed layouts, head_dim and head_dim_v multiples of 8 up to 256, "
-                      "every mask, softcap, seqused_kv; strides of q, k, v multiples of 8 elements",
+      .accepts_text = "dense and packed layouts, head_dim and head_dim_v up to 256 (others than "
+                      "multiples of 8 through copies of q, k, v and d_o), every mask, softcap, "
+                      "seqused_kv; strides of q, k, v multiples of 8 elements",
       .machine_has = machine_has,
       .accepts = accepts,
       .reach = reach,

@@ -16,8 +16,11 @@ struct PlainTensor {
   void* data = nullptr;  // [batch, seqlen, heads, head_dim]
   std::int64_t stride_batch = 0, stride_seqlen = 0, stride_heads = 0;
   bool is_f32 = false;   // else of the problem's dtype
-  bool aligned = false;  // rows begin at multiples of 16 bytes
+  bool aligned = false;  // rows begin at, and are of, multiples of 16 bytes
 };
+
+/// Elements of rows that the copy engine can read: the next multiple of 16 bytes.
+constexpr std::int64_t whole_chunks(std::int64_t head_dim) { return (head_dim + 7) / 8 * 8; }
 
 /// Everything the three kernels read besides tensors of the copy engine.
 struct BackwardParams {
@@ -44,9 +47,18 @@ struct BackwardParams {
 struct BackwardRowInputs {
   PlainTensor o, d_o;
   LseTarget lse, dlse;       // dlse.data may be null
-  void* d_o_copy = nullptr;  // [rows, heads_q, head_dim_v] of the problem's dtype, where the copy
-                             // engine cannot read d_o itself; else null
+  void* d_o_copy = nullptr;  // [rows, heads_q, whole_chunks(head_dim_v)] of the problem's dtype,
+                             // where the copy engine cannot read d_o itself; else null
 };
+
+/// Rows of 16-bit elements to [batch, seqlen, heads, whole_chunks(head_dim)], zeros behind each.
+struct WidenParams {
+  PlainTensor from;
+  void* to = nullptr;
+  std::int64_t batch = 0, seqlen = 0, heads = 0;
+  int head_dim = 0;
+};
+Status launch_widen_rows(WidenParams params, void* stream);
 
 /// delta = rowsum(dO ∘ O) − dlse and lse in log2 units, of every slot.
 template <DType kDType>

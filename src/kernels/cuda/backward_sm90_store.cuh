@@ -25,16 +25,20 @@ struct BackwardStore {
     return thread / 32 * 16 + thread % 32 / 4;
   }
 
-  /// Two neighbouring elements.
+  /// Two neighbouring elements, or the first alone.
   template <typename T>
-  __device__ static void store_pair(T* to, float low, float high) {
+  __device__ static void store_pair(T* to, float low, float high, bool both) {
+    T second;
     if constexpr (sizeof(T) == 4) {
       to[0] = low;
-      to[1] = high;
+      second = high;
     } else {
       const std::uint32_t pair = pack<kDType>(low, high);
       to[0] = static_cast<T>(pair);
-      to[1] = static_cast<T>(pair >> 16);
+      second = static_cast<T>(pair >> 16);
+    }
+    if (both) {
+      to[1] = second;
     }
   }
 
@@ -86,7 +90,8 @@ struct BackwardStore {
       for (int i = 0; i < kSums / 4; ++i) {
         const int column = 8 * i + 2 * lane;
         if (owned && first_column + column < head_dim) {
-          store_pair(row + column, sums[4 * i + 2 * h] * factor, sums[4 * i + 2 * h + 1] * factor);
+          store_pair(row + column, sums[4 * i + 2 * h] * factor, sums[4 * i + 2 * h + 1] * factor,
+                     first_column + column + 1 < head_dim);
         }
       }
     }

@@ -80,15 +80,22 @@ std::vector<Named> table() {
     used.seqused_kv = true;
     add("seqused" + suffix, 0, 0, used, true).lengths({97, 97, 97}, {65, 0, 130});
   }
-  for (const std::int64_t d : {8, 24, 40, 72, 96, 136, 192, 248}) {
+  for (const std::int64_t d : {1, 7, 8, 20, 24, 40, 63, 72, 96, 100, 136, 192, 248, 255}) {
     add("head_dim_" + std::to_string(d), 70, 150, {.head_dim = d, .mask = causal}, true);
   }
   const std::pair<std::int64_t, std::int64_t> dims[] = {
-      {192, 128}, {64, 128}, {128, 64}, {40, 256}, {256, 8}};
+      {192, 128}, {64, 128}, {128, 64}, {40, 256}, {256, 8}, {64, 33}, {7, 128}, {100, 250}};
   for (const auto& [d, dv] : dims) {
     add("head_dim_" + std::to_string(d) + "_v_" + std::to_string(dv), 70, 150,
         {.head_dim = d, .head_dim_v = dv, .mask = causal}, true);
   }
+  AttentionProblem odd{.heads_q = 4, .heads_kv = 2, .head_dim = 100, .mask = causal};
+  add("heads_first_d100", 70, 150, odd).style = Style::heads_first;
+  odd.dtype = DType::f16;
+  add("f16_d100", 150, 190, odd, true);
+  odd.layout = Layout::packed;
+  odd.seqused_kv = true;
+  add("packed_seqused_d100", 0, 0, odd, true).lengths({5, 0, 129, 40}, {7, 20, 150, 0});
   add("group_7", 65, 130, {.heads_q = 7, .heads_kv = 1, .head_dim = 64, .mask = causal});
   return all;
 }
@@ -282,8 +289,9 @@ TEST(BackwardSm90, RefusesByNameWhatItDoesNotDo) {
     return entry().accepts(problem).reason;
   };
   EXPECT_EQ(reason([](KernelProblem&) {}), "");
-  EXPECT_EQ(reason([](KernelProblem& p) { p.attention.head_dim = 100; }),
-            "head_dim 100 is not a multiple of 8");
+  EXPECT_EQ(reason([](KernelProblem& p) { p.attention.head_dim = 100; }), "");
+  EXPECT_EQ(reason([](KernelProblem& p) { p.attention.head_dim_v = 260; }),
+            "head_dim 128, head_dim_v 260 is beyond 256");
   EXPECT_EQ(reason([](KernelProblem& p) { p.attention.dtype = DType::f32; }),
             "f32 is not among bf16, f16");
   EXPECT_EQ(reason([](KernelProblem& p) { p.attention.layout = Layout::paged; }),

@@ -1,6 +1,7 @@
 // The passes before and after the fused backward kernel for sm_90a, a CTA per query tile and head.
 //   rows: lse in log2 units and delta = rowsum(dO ∘ O) − dlse; where asked, a copy of dO in 16 bits
 //   dq:   the sums of dQ, as accumulators lie, to rows of dQ
+// And, where head dimensions are no multiples of 8, copies that the copy engine can read.
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/backward_sm90.h"
@@ -66,22 +67,23 @@ __device__ uint4 pack_eight(const Eight& eight) {
           pack<kDType>(eight.x[4], eight.x[5]), pack<kDType>(eight.x[6], eight.x[7])};
 }
 
-/// Of any tensor.
+/// The first `count` of eight elements of any tensor, then zeros.
 template <DType kDType>
-__device__ Eight load_eight(const PlainTensor& t, std::int64_t at) {
+__device__ Eight load_eight(const PlainTensor& t, std::int64_t at, int count) {
   Eight out;
   if (t.is_f32) {
     const float* const from = static_cast<const float*>(t.data) + at;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      out.x[i] = from[i];
+      out.x[i] = i < count ? from[i] : 0.0f;
     }
     return out;
   }
   const std::uint16_t* const from = static_cast<const std::uint16_t*>(t.data) + at;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
-    const float2 two = unpack<kDType>(from[i] | static_cast<std::uint32_t>(from[i + 1]) << 16);
+    const std::uint32_t low = i < count ? from[i] : 0u, high = i + 1 < count ? from[i + 1] : 0u;
+    const float2 two = unpack<kDType>(low | high << 16);
     out.x[i] = two.x;
     out.x[i + 1] = two.y;
   }
@@ -148,19 +150,19 @@ __global__ void __launch_bounds__(256, 4)
     } else {
       delta[0] = 0;
       if (owned(0) && in_row) {
-        const int row = row_of(0);
-        const uint4 rounded = pack_eight<kDType>(
-            load_eight<kDType>(in.d_o, offset_in(in.d_o, tile.sequence, row, tile.head) + column));
+        const int row = row_of(0), count = min(8, params.head_dim_v - column);
+        const uint4 rounded = pack_eight<kDType>(load_eight<kDType>(
+            in.d_o, offset_in(in.d_o, tile.sequence, row, tile.head) + column, count));
         if (in.d_o_copy != nullptr) {
           const std::int64_t to = tile.sequence.batch * p.seqlen_q + tile.sequence.row_q + row;
           *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(in.d_o_copy) +
-                                    (to * p.heads_q + tile.head) * params.head_dim_v + column) =
-              rounded;
+                                    (to * p.heads_q + tile.head) * whole_chunks(params.head_dim_v) +
+                                    column) = rounded;
         }
         // With dO as the products will see it.
-        delta[0] =
-            dot(load_eight<kDType>(in.o, offset_in(in.o, tile.sequence, row, tile.head) + column),
-                unpack_eight<kDType>(rounded));
+        delta[0] = dot(load_eight<kDType>(
+                           in.o, offset_in(in.o, tile.sequence, row, tile.head) + column, count),
+                       unpack_eight<kDType>(rounded));
       }
     }
 #pragma unroll
@@ -178,9 +180,9 @@ __global__ void __launch_bounds__(256, 4)
   }
 }
 
-/// Eight elements of a row of dQ.
+/// The first `count` of eight elements of a row of dQ.
 template <DType kDType>
-__device__ void store_eight(const PlainTensor& t, std::int64_t at, const Eight& eight) {
+__device__ void store_eight(const PlainTensor& t, std::int64_t at, const Eight& eight, int count) {
   const float(&x)[8] = eight.x;
   if (t.is_f32) {
     float* const to = static_cast<float*>(t.data) + at;
@@ -191,7 +193,9 @@ __device__ void store_eight(const PlainTensor& t, std::int64_t at, const Eight& 
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      to[i] = x[i];
+      if (i < count) {
+        to[i] = x[i];
+      }
     }
     return;
   }
@@ -203,9 +207,10 @@ __device__ void store_eight(const PlainTensor& t, std::int64_t at, const Eight& 
   }
   const std::uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = static_cast<std::uint16_t>(pairs[i]);
-    to[2 * i + 1] = static_cast<std::uint16_t>(pairs[i] >> 16);
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) {
+      to[i] = static_cast<std::uint16_t>(pairs[i / 2] >> (i % 2 * 16));
+    }
   }
 }
 
@@ -256,7 +261,31 @@ __global__ void __launch_bounds__(128)
     }
     store_eight<kDType>(
         params.dq,
-        offset_in(params.dq, tile.sequence, first_row + r, tile.head) + first_column + column, x);
+        offset_in(params.dq, tile.sequence, first_row + r, tile.head) + first_column + column, x,
+        min(8, params.head_dim - first_column - column));
+  }
+}
+
+/// A thread for each eight elements of the copy.
+__global__ void __launch_bounds__(256)
+    widen_rows_kernel(const __grid_constant__ WidenParams p, std::int64_t chunks) {
+  const int in_row = static_cast<int>(whole_chunks(p.head_dim) / 8);
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t chunk = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; chunk < chunks;
+       chunk += step) {
+    const std::int64_t row = chunk / in_row, head = row % p.heads, token = row / p.heads;
+    const int column = 8 * static_cast<int>(chunk - row * in_row);
+    const std::uint16_t* const from =
+        static_cast<const std::uint16_t*>(p.from.data) + token / p.seqlen * p.from.stride_batch +
+        token % p.seqlen * p.from.stride_seqlen + head * p.from.stride_heads + column;
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t low = column + 2 * i < p.head_dim ? from[2 * i] : 0u;
+      const std::uint32_t high = column + 2 * i + 1 < p.head_dim ? from[2 * i + 1] : 0u;
+      pairs[i] = low | high << 16;
+    }
+    static_cast<uint4*>(p.to)[chunk] = {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 }
 
@@ -283,6 +312,22 @@ Status launch_backward_rows(const BackwardParams& params, const BackwardRowInput
   return launch(kernel,
                 {.blocks = static_cast<unsigned>(params.slots * params.problem.heads_q),
                  .threads = 256,
+                 .stream = stream},
+                arguments);
+}
+
+Status launch_widen_rows(WidenParams params, void* stream) {
+  constexpr std::int64_t kThreads = 256, kMostBlocks = 1 << 20;
+  std::int64_t chunks =
+      params.batch * params.seqlen * params.heads * (whole_chunks(params.head_dim) / 8);
+  if (chunks == 0) {
+    return Status::ok();
+  }
+  const std::int64_t blocks = (chunks + kThreads - 1) / kThreads;
+  void* arguments[] = {&params, &chunks};
+  return launch(reinterpret_cast<const void*>(&widen_rows_kernel),
+                {.blocks = static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks),
+                 .threads = kThreads,
                  .stream = stream},
                 arguments);
 }
