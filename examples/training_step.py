@@ -1,4 +1,4 @@
-"""A causal language model of two layers that learns to copy, trained with Rafter's attention.
+"""Some steps of training of a causal language model of two layers, with Rafter's attention.
 
 usage: python examples/training_step.py [cpu|cuda] [STEPS]
 

@@ -56,8 +56,8 @@ def attention(
     On a CUDA device the work is queued on the current stream of q's library and nothing waits for
     it (arrays of libraries that tell no stream, such as JAX, are the exception: the result is
     ready when the call returns). Workspace is what the stream keeps, 1 MiB at most, or comes from
-    that library's allocator. Calls can be captured in a CUDA graph. Lengths and page tables are read on the device: what is wrong with
-    their values is not found by the call.
+    that library's allocator. Calls can be captured in a CUDA graph. Lengths and page tables are
+    read on the device: what is wrong with their values is not found by the call.
 
     Args:
         q: [batch, seqlen_q, heads_q, head_dim]; with cu_seqlens_q [total_q, heads_q, head_dim].
@@ -233,7 +233,7 @@ def append(
     stream: Any = None,
 ) -> Any:
     """Writes the rows of new tokens into a cache, in place: turned by their position and quantised
-    as asked, in one launch on a CUDA device.
+    as asked, in one launch on a CUDA device (two with dropped).
 
     Row i of sequence b belongs at position seqused[b] + i. A token whose position is beyond the
     capacity, the page table or the tables of cos and sin is not written.

@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     head_dim_v], so that transposing it back copies nothing.
 
     Raises: NotImplementedError for what is refused by name or what no kernel here does; ValueError
-    names the argument whose shape does not fit.
+    names the argument of rafter.attention (q, k, v) whose shape or dtype does not fit.
     """
     if attn_mask is not None or dropout_p:
         refuse(attn_mask=attn_mask, dropout_p=dropout_p)
