@@ -351,7 +351,9 @@ struct DecodeAttend {
       }
     }
     // Slot of a row: those of the warps of other keys follow those of other rows.
-    const int first = warp * kRows;
+    int first = warp * kRows, column[2] = {column_of(0, 0), column_of(0, 1)};
+    // Else addresses are computed before the loop over units: too many to keep at head_dim 256.
+    asm volatile("" : "+r"(first), "+r"(column[0]), "+r"(column[1]));
     float* const o = shared.exchange_o();
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -362,8 +364,8 @@ struct DecodeAttend {
         }
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          o[Shared::exchange_place(first + r, column_of(i, 0))] = rows.o[i][e];
-          o[Shared::exchange_place(first + r, column_of(i, 1))] = rows.o[i][2 + e];
+          o[Shared::exchange_place(first + r, 16 * i + column[0])] = rows.o[i][e];
+          o[Shared::exchange_place(first + r, 16 * i + column[1])] = rows.o[i][2 + e];
         }
       }
     }
@@ -441,7 +443,8 @@ struct DecodeAttend {
         step(unit, rows, ring, tile);
       }
       named_barrier_sync(Shared::kTaken, Shared::kMeeting);
-      exchange(unit, rows);
+      // The unit is read again: what it says of rows need not stay in registers.
+      exchange(shared.control.units[count % tiles::kDecodeUnitRing], rows);
       named_barrier_arrive(Shared::kWritten, Shared::kMeeting);
       shared.control.release(count);
     }
