@@ -435,16 +435,17 @@ struct DecodeAttend {
       if (unit.batch < 0) {
         break;
       }
+      // What is read again need not stay in registers meanwhile.
+      const DecodeUnit& again = shared.control.units[count % tiles::kDecodeUnitRing];
       Rows rows;
       read_queries(unit, ring, rows);
       empty_rows(unit, rows);
 #pragma unroll 1
-      for (int tile = unit.first_tile; tile < unit.end_tile; tile += unit.parts) {
+      for (int tile = unit.first_tile; tile < again.end_tile; tile += again.parts) {
         step(unit, rows, ring, tile);
       }
       named_barrier_sync(Shared::kTaken, Shared::kMeeting);
-      // The unit is read again: what it says of rows need not stay in registers.
-      exchange(shared.control.units[count % tiles::kDecodeUnitRing], rows);
+      exchange(again, rows);
       named_barrier_arrive(Shared::kWritten, Shared::kMeeting);
       shared.control.release(count);
     }
