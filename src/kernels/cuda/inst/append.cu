@@ -17,7 +17,7 @@
 namespace rafter::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kAppendThreads = 128;
 constexpr int kRowsTogether = 4;  // of one token: in flight at once
 
 /// Where a token goes; batch < 0: nowhere.
@@ -208,7 +208,7 @@ __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
 
 /// kPlain: nothing turns and nothing is quantised, a copy.
 template <bool kWide, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kPlain  ? 8
+__global__ void __launch_bounds__(kAppendThreads, kPlain  ? 8
                                             : kWide ? 3
                                                     : 5)
     append_kernel(const __grid_constant__ AppendParams p) {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
   const int lanes = 1 << p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const int first = lane * kRowWidth;
-  const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t thread = std::int64_t{blockIdx.x} * kAppendThreads + threadIdx.x;
   const auto item = static_cast<unsigned>(thread >> p.lane_bits);
   const unsigned token = item / p.groups;
   const Group group = group_of<kRowsTogether>(p, static_cast<int>(item - token * p.groups));
@@ -313,12 +313,12 @@ __global__ void __launch_bounds__(kThreads, kPlain  ? 8
 
 template <bool kWide, bool kPlain>
 Status launch_rows(AppendParams params, void* stream) {
-  const std::int64_t items_per_block = kThreads >> params.lane_bits;
+  const std::int64_t items_per_block = kAppendThreads >> params.lane_bits;
   void* arguments[] = {&params};
   return launch_early(
       reinterpret_cast<const void*>(&append_kernel<kWide, kPlain>),
       {.blocks = static_cast<unsigned>((params.items + items_per_block - 1) / items_per_block),
-       .threads = kThreads,
+       .threads = kAppendThreads,
        .stream = stream},
       arguments);
 }

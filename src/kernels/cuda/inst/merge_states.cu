@@ -13,7 +13,7 @@
 namespace rafter::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kMergeThreads = 256;
 
 struct RowIndex {
   std::int64_t batch = 0, head = 0, row = 0;
@@ -45,11 +45,11 @@ __device__ Total total_of(const MergeParams<kCapacity>& p, const RowIndex& r) {
 }
 
 template <int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ MergeParams<kCapacity> p) {
   const int lanes = 1 << p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const std::int64_t index = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) >> p.lane_bits;
+  const std::int64_t index = (std::int64_t{blockIdx.x} * kMergeThreads + threadIdx.x) >> p.lane_bits;
   const bool active = index < p.rows;
   RowIndex r;
   if (active) {
@@ -122,12 +122,12 @@ __global__ void __launch_bounds__(kThreads)
 template <int kCapacity>
 Status launch_merge(const MergeParams<kCapacity>& params, void* stream) {
   static_assert(sizeof(MergeParams<kCapacity>) <= 32764);  // what a kernel's parameters may take
-  const std::int64_t rows_per_block = kThreads >> params.lane_bits;
+  const std::int64_t rows_per_block = kMergeThreads >> params.lane_bits;
   void* arguments[] = {const_cast<MergeParams<kCapacity>*>(&params)};
   return launch(
       reinterpret_cast<const void*>(&merge_kernel<kCapacity>),
       {.blocks = static_cast<unsigned>((params.rows + rows_per_block - 1) / rows_per_block),
-       .threads = kThreads,
+       .threads = kMergeThreads,
        .stream = stream},
       arguments);
 }

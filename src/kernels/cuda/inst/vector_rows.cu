@@ -15,7 +15,7 @@
 namespace rafter::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kVectorThreads = 256;
 constexpr int kWeightRows = 4;  // of a CTA
 constexpr int kSteps = 2;       // loads of a weight row in flight, of a thread
 
@@ -29,9 +29,9 @@ __device__ uint4 load_once(const std::uint16_t* from) {
 }
 
 template <int kRows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kVectorThreads)
     vector_rows(const __grid_constant__ VectorRowsParams p) {
-  __shared__ float sums[kThreads / 32][kRows * kWeightRows];
+  __shared__ float sums[kVectorThreads / 32][kRows * kWeightRows];
   const std::int64_t n0 = std::int64_t{blockIdx.x} * kWeightRows;
   const int thread = static_cast<int>(threadIdx.x);
   const auto* const x = static_cast<const std::uint16_t*>(p.x);
@@ -47,11 +47,11 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_earlier_grids();
   }
   bool waited = false;
-  for (int first = thread * kRowWidth; first < p.k; first += kSteps * kThreads * kRowWidth) {
+  for (int first = thread * kRowWidth; first < p.k; first += kSteps * kVectorThreads * kRowWidth) {
     Raw<false> w[kSteps][kWeightRows];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int at = first + s * kThreads * kRowWidth;
+      const int at = first + s * kVectorThreads * kRowWidth;
 #pragma unroll
       for (int r = 0; r < kWeightRows; ++r) {
         if (at < p.k) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int at = first + s * kThreads * kRowWidth;
+      const int at = first + s * kVectorThreads * kRowWidth;
       if (at >= p.k) {
         break;
       }
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   float total = 0;
 #pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) {
+  for (int warp = 0; warp < kVectorThreads / 32; ++warp) {
     total += sums[warp][thread];
   }
   Rows y;
@@ -137,7 +137,7 @@ Status launch_vector_rows(const VectorRowsParams& params, void* stream) {
                                            : reinterpret_cast<const void*>(&vector_rows<2>);
   const std::int64_t blocks = (params.n + kWeightRows - 1) / kWeightRows;
   return launch_early(
-      kernel, {.blocks = static_cast<unsigned>(blocks), .threads = kThreads, .stream = stream},
+      kernel, {.blocks = static_cast<unsigned>(blocks), .threads = kVectorThreads, .stream = stream},
       arguments);
 }
 
