@@ -209,8 +209,8 @@ __device__ float largest_of(const float (&x)[kRowWidth], int lanes) {
 /// kPlain: nothing turns and nothing is quantised, a copy.
 template <bool kWide, bool kPlain>
 __global__ void __launch_bounds__(kAppendThreads, kPlain  ? 8
-                                            : kWide ? 3
-                                                    : 5)
+                                                  : kWide ? 3
+                                                          : 5)
     append_kernel(const __grid_constant__ AppendParams p) {
   let_next_grid_begin();
   wait_for_earlier_grids();

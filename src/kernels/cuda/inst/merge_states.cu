@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ MergeParams<kCapacity> p) {
   const int lanes = 1 << p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const std::int64_t index = (std::int64_t{blockIdx.x} * kMergeThreads + threadIdx.x) >> p.lane_bits;
+  const std::int64_t index =
+      (std::int64_t{blockIdx.x} * kMergeThreads + threadIdx.x) >> p.lane_bits;
   const bool active = index < p.rows;
   RowIndex r;
   if (active) {

@@ -137,7 +137,8 @@ Status launch_vector_rows(const VectorRowsParams& params, void* stream) {
                                            : reinterpret_cast<const void*>(&vector_rows<2>);
   const std::int64_t blocks = (params.n + kWeightRows - 1) / kWeightRows;
   return launch_early(
-      kernel, {.blocks = static_cast<unsigned>(blocks), .threads = kVectorThreads, .stream = stream},
+      kernel,
+      {.blocks = static_cast<unsigned>(blocks), .threads = kVectorThreads, .stream = stream},
       arguments);
 }
 
