@@ -15,7 +15,7 @@ constexpr int sm90_decode_cluster_size(std::int64_t heads) {
 }
 
 /// CTAs for each of `heads` (sequence × KV head) with at most so many parts and `bytes` of keys and
-/// values in all; 0: units that go round all SMs are quicker, as an SM reads 97 GB/s at most and
+/// values in all; 0: shares of units on all SMs are quicker, as an SM reads 97 GB/s at most and
 /// saves some 4.5 µs here, less 1.1 for each part of a CTA that follows another.
 constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_t bytes) {
   int ctas = sm90_decode_cluster_size(heads);
@@ -40,7 +40,7 @@ constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts,
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
   return row.ring_bytes() + row.exchange_bytes() + max_parts * rows * part + Sm90DecodeRow::kAlign;
 }
-/// Pages of longer sequences go round all SMs: each warp of a cluster looks up its own, which at
+/// Pages of longer sequences are shared by all SMs: each warp of a cluster looks up its own, which at
 /// 128K keys took 237 µs instead of 140.
 inline constexpr std::int64_t kDecodeClusterMostPagedKeys = 8192;
 /// What a CTA may have beside its barriers.

@@ -1,4 +1,4 @@
-// What every forward kernel for sm_90a asks of a problem before its own conditions.
+// What kernels for sm_90a ask of a problem before their own conditions.
 #pragma once
 
 #include <fmt/format.h>

@@ -253,7 +253,7 @@ void set_tensors(DecodeParams& params, const ForwardInputs& in, const ForwardOut
   params.tree_mask_batch = in.tree_mask.stride_batch;
 }
 
-/// CTAs of a cluster, where every head of every sequence gets one; 0: units go round. Sequences of
+/// CTAs of a cluster, where every head of every sequence gets one; 0: CTAs get shares. Sequences of
 /// lengths that only the device knows share all SMs, unless there is but one.
 int cluster_of(const DecodeParams& params, const KernelProblem& problem, const Cut& cut) {
   const AttentionProblem& p = problem.attention;
