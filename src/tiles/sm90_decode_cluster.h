@@ -40,8 +40,8 @@ constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts,
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
   return row.ring_bytes() + row.exchange_bytes() + max_parts * rows * part + Sm90DecodeRow::kAlign;
 }
-/// Pages of longer sequences are shared by all SMs: each warp of a cluster looks up its own, which at
-/// 128K keys took 237 µs instead of 140.
+/// Pages of longer sequences are shared by all SMs: each warp of a cluster looks up its own, which
+/// at 128K keys took 237 µs instead of 140.
 inline constexpr std::int64_t kDecodeClusterMostPagedKeys = 8192;
 /// What a CTA may have beside its barriers.
 inline constexpr int kDecodeClusterMostBytes = 225 * 1024;
