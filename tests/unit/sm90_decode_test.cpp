@@ -119,5 +119,12 @@ TEST(Sm90Decode, WarpsOfTheSameKeysAreAsManyAsTheirRowsNeed) {
   }
 }
 
+// 132 CTAs: 512 units leave four without work, 480 would leave twelve.
+TEST(Sm90Decode, SharesAreEvenWhereFewCtasAreLeftWithoutWork) {
+  EXPECT_EQ(sm90_decode_even_share(512, 132), 4);
+  EXPECT_EQ(sm90_decode_even_share(480, 132), 0);
+  EXPECT_EQ(sm90_decode_even_share(132, 132), 1);
+}
+
 }  // namespace
 }  // namespace rafter::tiles
