@@ -36,8 +36,11 @@ Result<void*> allocate(std::int64_t bytes) {
 
 void release(void* memory) { (void)cudaFree(memory); }
 
+// A copy from pageable memory returns once it is staged, and streams of make_stream() do not wait
+// for what the default stream still has to do: a kernel there could read what was before.
 Status copy_to_device(void* to, const void* from, std::int64_t bytes) {
-  return copy(to, from, bytes, cudaMemcpyHostToDevice);
+  const Status staged = copy(to, from, bytes, cudaMemcpyHostToDevice);
+  return staged ? synchronize(nullptr) : staged;
 }
 
 Status copy_to_host(void* to, const void* from, std::int64_t bytes) {

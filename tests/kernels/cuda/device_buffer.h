@@ -11,12 +11,14 @@
 namespace rafter::testing {
 
 /// `bytes` of device memory between two guard bands of 4 KiB; every byte starts as 0xff, which is a
-/// NaN in bf16, f16 and f32.
+/// NaN in bf16, f16 and f32. What is written is there when a call returns, for streams too that do
+/// not wait for the default one.
 class DeviceBuffer {
  public:
   explicit DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
     EXPECT_EQ(cudaMalloc(&base_, bytes + 2 * kGuard), cudaSuccess);
     EXPECT_EQ(cudaMemset(base_, 0xff, bytes + 2 * kGuard), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
   }
   template <typename T>
   explicit DeviceBuffer(const std::vector<T>& host) : DeviceBuffer(host.size() * sizeof(T)) {
@@ -32,8 +34,12 @@ class DeviceBuffer {
   std::size_t bytes() const { return bytes_; }
   void upload(const void* host, std::size_t bytes) {
     EXPECT_EQ(cudaMemcpy(data(), host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
   }
-  void poison() { EXPECT_EQ(cudaMemset(data(), 0xff, bytes_), cudaSuccess); }
+  void poison() {
+    EXPECT_EQ(cudaMemset(data(), 0xff, bytes_), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+  }
   template <typename T>
   std::vector<T> download() const {
     std::vector<T> host(bytes_ / sizeof(T));

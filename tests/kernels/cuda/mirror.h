@@ -32,6 +32,7 @@ class Mirror {
                 cudaSuccess);
       copies_.push_back(copy);
     }
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // the last may still be on its way
   }
   ~Mirror() {
     for (const Copy& copy : copies_) {

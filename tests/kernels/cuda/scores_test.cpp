@@ -14,6 +14,7 @@
 #include "cli/cases.h"
 #include "dispatch/kernel_entry.h"
 #include "hw/cuda/passes.h"
+#include "rafter/layers.h"
 #include "rafter/measure.h"
 
 namespace rafter {
@@ -260,6 +261,28 @@ TEST(CudaDevice, MemoryComesBackAsItWent) {
   ASSERT_TRUE(memory->fill(0).is_ok());
   ASSERT_TRUE(memory->download(back.data(), 4000).is_ok());
   EXPECT_EQ(back, std::vector<float>(1000, 0.0f));
+}
+
+/// A copy from pageable memory may return while it is on its way.
+TEST(CudaDevice, AnUploadIsThereForAKernelOnAnyStream) {
+  if (const std::string why = why_no_cuda(); !why.empty()) {
+    GTEST_SKIP() << why;
+  }
+  const Result<DeviceClock> clock = DeviceClock::make(Device::cuda());
+  ASSERT_TRUE(clock.is_ok());
+  constexpr std::int64_t kCount = 12000;  // 48 kB
+  const Result<DeviceMemory> memory = DeviceMemory::allocate(Device::cuda(), 4 * kCount);
+  ASSERT_TRUE(memory.is_ok());
+  const CountView counts{static_cast<std::int32_t*>(memory->data()), kCount};
+  for (std::int32_t round = 0; round < 2000; ++round) {
+    const std::vector<std::int32_t> there(kCount, 3 * round);
+    ASSERT_TRUE(memory->upload(there.data(), 4 * kCount).is_ok());
+    ASSERT_TRUE(advance(counts, 1, Device::cuda(), clock->stream()).is_ok());
+    ASSERT_TRUE(clock->synchronize().is_ok());
+    std::vector<std::int32_t> back(kCount);
+    ASSERT_TRUE(memory->download(back.data(), 4 * kCount).is_ok());
+    ASSERT_EQ(back, std::vector<std::int32_t>(kCount, 3 * round + 1)) << round;
+  }
 }
 
 TEST(CudaDevice, RandomValuesAreFiniteCentredAndRepeat) {
