@@ -21,17 +21,6 @@ struct ModelFlags {
   std::int64_t page_size = 0;  // 0: the cache is of rows
 };
 
-/// The model and a length as a session's cache holds them: whole pages, and no row given up that a
-/// window has left behind.
-ModelConfig paged_model(ModelConfig model, const ModelFlags& flags) {
-  model.sliding_window = flags.page_size > 0 ? 0 : model.sliding_window;
-  return model;
-}
-std::int64_t paged_length(std::int64_t seqlen, const ModelFlags& flags) {
-  const std::int64_t page = std::max<std::int64_t>(1, flags.page_size);
-  return (seqlen + page - 1) / page * page;
-}
-
 void add_model_flags(CLI::App& command, ModelFlags& flags) {
   add_text(command, "--model", flags.model,
            "a built-in model, or the config.json of a Llama-like one", "NAME|FILE");
@@ -138,6 +127,7 @@ ModelStep step_of(const ModelOptions& options) {
   step.memory_floor_s = options.memory_floor_s;
   step.memory_floor_dtype = options.memory_floor_dtype;
   step.capacity_bytes = options.explain.capacity_bytes;
+  step.page_size = options.model.page_size;
   return step;
 }
 
@@ -258,22 +248,6 @@ void set_ridge_batches(Document& document, ModelStep step, const DeviceSpec& dev
   }
 }
 
-/// The budget, with what fits counted as the cache is kept.
-ModelBudget budget_of(const ModelOptions& options, ModelStep& step, const DeviceSpec& device,
-                      const Convention& convention) {
-  if (options.model.page_size == 0 || step.seqlen == 0) {
-    return value_or_fail(model_budget(step, device, convention));
-  }
-  ModelStep kept = step;
-  kept.model = paged_model(step.model, options.model);
-  kept.seqlen = paged_length(step.seqlen, options.model);
-  const ModelBudget of_pages = value_or_fail(model_budget(kept, device, convention));
-  step.batch = static_cast<std::int64_t>(of_pages.batch);
-  ModelBudget budget = value_or_fail(model_budget(step, device, convention));
-  budget.max_batch = of_pages.max_batch;
-  return budget;
-}
-
 void explain_model(const ModelOptions& options, const Context& context) {
   DeviceSpec device = device_of(options.explain);
   if (options.sustained) {
@@ -281,7 +255,7 @@ void explain_model(const ModelOptions& options, const Context& context) {
   }
   const Convention convention = convention_of(options.explain, device);
   ModelStep step = step_of(options);
-  const ModelBudget budget = budget_of(options, step, device, convention);
+  const ModelBudget budget = value_or_fail(model_budget(step, device, convention));
   Json echo = model_json(step.model);
   echo["phase"] = to_string(step.phase);
   echo["seqlen"] = step.seqlen;
@@ -397,26 +371,22 @@ void explain_memory(const MemoryOptions& options, Context& context) {
   const DeviceSpec device = device_of(options.explain);
   const Convention convention = convention_of(options.explain, device);
   MemoryProblem problem;
-  problem.model = paged_model(model_of(options.model), options.model);
+  problem.model = model_of(options.model);
   problem.batch = options.batch;
   problem.pipeline = options.model.pipeline;
   problem.weight_dtype = options.model.weight_dtype;
   problem.kv_dtype = options.model.kv_dtype;
   problem.capacity_bytes = options.explain.capacity_bytes;
-  MemoryPlan plan = value_or_fail(plan_memory(problem, &device, convention));
-  const std::int64_t page_size = options.model.page_size;
-  if (page_size > 0 && plan.max_seqlen >= page_size) {
-    plan.max_seqlen = plan.max_seqlen / page_size * page_size;
-    plan.at_max = value_or_fail(memory_use(problem, plan.max_seqlen, &device, convention));
-  }
+  problem.page_size = options.model.page_size;
+  const MemoryPlan plan = value_or_fail(plan_memory(problem, &device, convention));
   Json echo = model_json(problem.model);
   echo["batch"] = problem.batch;
   echo["pipeline"] = to_string(problem.pipeline);
   echo["layers_live"] = convention.layers_live == 0 ? Json("all") : number(convention.layers_live);
   echo["weight_dtype"] = to_string(problem.weight_dtype.value_or(problem.model.dtype));
   echo["kv_dtype"] = to_string(problem.kv_dtype.value_or(problem.model.dtype));
-  if (page_size > 0) {
-    echo["page_size"] = page_size;
+  if (problem.page_size > 0) {
+    echo["page_size"] = problem.page_size;
   }
   if (options.seqlen) {
     echo["seqlen"] = *options.seqlen;
@@ -438,8 +408,7 @@ void explain_memory(const MemoryOptions& options, Context& context) {
   document.label("bytes_at_max", "memory held at that length").label("share", "of the memory");
   MemoryUse use = plan.at_max;
   if (options.seqlen) {
-    use = value_or_fail(
-        memory_use(problem, paged_length(*options.seqlen, options.model), &device, convention));
+    use = value_or_fail(memory_use(problem, *options.seqlen, &device, convention));
     document.headline(fmt::format("{} tokens take {}: {}.", *options.seqlen,
                                   with_si_prefix(use.footprint_bytes, "B"),
                                   use.fits ? "they fit" : "they do not fit"));

@@ -16,6 +16,7 @@
 
 #include "rafter/device.h"
 #include "rafter/measure.h"
+#include "rafter/model.h"
 #include "rafter/roofline.h"
 #include "rafter/status.h"
 #include "rafter/tensor.h"

@@ -54,7 +54,7 @@ MemoryUse use_at(const Planner& p, double seqlen) {
   };
   add("weights", p.weights);
   add("kv_cache", c.count_kv_cache ? batch * model::kv_bytes_per_token(m, p.kv_dtype) *
-                                         model::keys_kept(m, seqlen)
+                                         model::rows_held(m, seqlen, p.problem.page_size)
                                    : 0);
   add("scores", p.live * scores);
   add("qkvo", p.live * qkvo);
@@ -73,6 +73,7 @@ Result<Planner> make_planner(const MemoryProblem& problem, const DeviceSpec* dev
   const Status checked = model::first_error(
       c.validate(), whole ? model::check_model(m) : model::check_model_attention(m),
       model::check_range("batch", problem.batch, 1, model::kMaxLength),
+      model::check_range("page_size", problem.page_size, 0, model::kMaxLength),
       model::check_element("weight_dtype", problem.weight_dtype.value_or(m.dtype)),
       model::check_element("kv_dtype", problem.kv_dtype.value_or(m.dtype)),
       problem.capacity_bytes ? model::check_positive("capacity_bytes", *problem.capacity_bytes)

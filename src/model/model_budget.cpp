@@ -383,6 +383,7 @@ Status check_step(const ModelStep& s, const Convention& c) {
       check_range("seqlen", s.seqlen, shortest, model::kMaxLength),
       check_range("batch", s.batch, shortest, model::kMaxLength),
       check_range("splits", s.splits, 1, model::kMaxLength),
+      check_range("page_size", s.page_size, 0, model::kMaxLength),
       model::check_element("weight_dtype", s.weight_dtype.value_or(DType::bf16)),
       model::check_element("kv_dtype", s.kv_dtype.value_or(DType::bf16)),
       model::check_element("memory_floor_dtype", s.memory_floor_dtype),
@@ -437,7 +438,7 @@ Result<double> max_batch_of(const Step& step, const DeviceSpec& device) {
   const double weights =
       step.convention.count_weights ? step.params.total * bytes_of(step.weight_dtype) : 0;
   const double sequence = model::kv_bytes_per_token(step.request.model, step.kv_dtype) *
-                          model::keys_kept(step.request.model, step.seqlen);
+                          model::rows_held(step.request.model, step.seqlen, step.request.page_size);
   return std::max(0.0, std::floor((*capacity - weights) / sequence));
 }
 

@@ -8,6 +8,7 @@
 
 #include "model/check.h"
 #include "model/model_shape.h"
+#include "rafter/model.h"
 #include "rafter/roofline.h"
 
 namespace rafter {

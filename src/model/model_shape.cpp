@@ -1,6 +1,7 @@
 #include "model/model_shape.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "model/check.h"
 
@@ -45,6 +46,11 @@ double kv_bytes_per_token(const ModelConfig& m, DType kv_dtype) {
 
 double keys_kept(const ModelConfig& m, double seqlen) {
   return m.sliding_window > 0 ? std::min(seqlen, static_cast<double>(m.sliding_window)) : seqlen;
+}
+
+double rows_held(const ModelConfig& m, double seqlen, std::int64_t page_size) {
+  const auto page = static_cast<double>(page_size);
+  return page_size > 0 ? std::ceil(seqlen / page) * page : keys_kept(m, seqlen);
 }
 
 Result<double> capacity_of(const DeviceSpec& device, const Convention& convention) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "model/attention_terms.h"
+#include "rafter/model.h"
 #include "rafter/roofline.h"
 
 namespace rafter::model {
@@ -21,6 +22,8 @@ double kv_bytes_per_token(const ModelConfig& m, DType kv_dtype);
 
 /// Keys that are kept of a context: all, or those of the sliding window.
 double keys_kept(const ModelConfig& m, double seqlen);
+/// Rows of the cache that a context takes: the keys kept, or with pages all of them in whole pages.
+double rows_held(const ModelConfig& m, double seqlen, std::int64_t page_size);
 
 /// usable_bytes or capacity_bytes of a device, as the convention says.
 Result<double> capacity_of(const DeviceSpec& device, const Convention& convention);

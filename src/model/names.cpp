@@ -1,6 +1,7 @@
 // Names of the engine's enumerations, as the command line and JSON spell them.
 #include <string>
 
+#include "rafter/model.h"
 #include "rafter/roofline.h"
 
 namespace rafter {

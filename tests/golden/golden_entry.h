@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "rafter/attention.h"
+#include "rafter/model.h"
 #include "rafter/roofline.h"
 
 namespace rafter::golden {

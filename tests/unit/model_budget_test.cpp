@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "rafter/attention.h"
+#include "rafter/model.h"
 
 namespace rafter {
 namespace {
@@ -296,6 +297,43 @@ TEST(MemoryPlan, ExactTermsAreThoseOfAListing) {
                                      + 4 * tokens * 4096 * 2              // q, k, v, o
                                      + tokens * 32 * 4                    // lse
                                      + 2 * tokens * (4096 + 11008) * 2);  // activations
+}
+
+// A session's cache: whole pages of every sequence, also of rows that a window has left behind.
+TEST(MemoryPlan, CountsACacheInWholePages) {
+  MemoryProblem p;
+  p.model = must(find_model("reference-7b"));
+  p.batch = 3;
+  p.capacity_bytes = 60e9;
+  const MemoryUse rows = must(memory_use(p, 1000, nullptr));
+  p.page_size = 64;
+  const MemoryUse pages = must(memory_use(p, 1000, nullptr));
+  EXPECT_EQ(pages.footprint_bytes - rows.footprint_bytes, 3 * 24 * 524288.0);  // 16 pages
+  const MemoryPlan plan = must(plan_memory(p, nullptr));
+  EXPECT_TRUE(must(memory_use(p, plan.max_seqlen, nullptr)).fits);
+  EXPECT_FALSE(must(memory_use(p, plan.max_seqlen + 1, nullptr)).fits);
+  p.model.sliding_window = 100;
+  EXPECT_EQ(must(memory_use(p, 1000, nullptr)).footprint_bytes, pages.footprint_bytes);
+  p.page_size = 0;
+  EXPECT_EQ(rows.footprint_bytes - must(memory_use(p, 1000, nullptr)).footprint_bytes,
+            3 * 900 * 524288.0);
+  p.page_size = -1;
+  EXPECT_EQ(memory_use(p, 1000, nullptr).status().parameter(), "page_size");
+}
+
+TEST(ModelBudget, FillsTheMemoryWithSequencesOfWholePages) {
+  const DeviceSpec h100 = *find_device("h100-sxm");
+  ModelStep step = decode(2050, 0);
+  step.capacity_bytes = 100e9;
+  step.page_size = 1024;
+  const double weights = 6738415616.0 * 2, sequence = 3072 * 524288.0;
+  const ModelBudget paged = must(model_budget(step, h100));
+  EXPECT_EQ(paged.max_batch, std::floor((100e9 - weights) / sequence));
+  EXPECT_EQ(paged.batch, paged.max_batch);
+  step.page_size = 0;
+  EXPECT_GT(must(model_budget(step, h100)).batch, paged.batch);
+  step.page_size = -1;
+  EXPECT_EQ(model_budget(step, h100).status().parameter(), "page_size");
 }
 
 TEST(MemoryPlan, SaysWhenNothingFitsAndRefusesWhatMeansNothing) {

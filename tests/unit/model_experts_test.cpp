@@ -7,6 +7,7 @@
 #include <map>
 
 #include "rafter/attention.h"
+#include "rafter/model.h"
 #include "rafter/transformer.h"
 
 namespace rafter {

@@ -334,16 +334,15 @@ TEST(TransformerCuda, ACacheFillsTheMemoryAsThePlannerSays) {
   std::size_t free = 0, total = 0;
   ASSERT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);
   const double capacity = static_cast<double>(free) + model->weight_bytes();
-  MemoryProblem problem{.model = config.model, .capacity_bytes = capacity};
+  MemoryProblem problem{.model = config.model, .capacity_bytes = capacity, .page_size = 64};
   Convention held;  // what a session takes before its first step
   held.count_activations = held.count_lse = false;
   held.count_qkvo = CountQkvo::never;
   const double of_token = 2.0 * 8 * 64 * 16 * 2;
   const auto seqlen = static_cast<std::int64_t>(static_cast<double>(free) / 14.5 / of_token);
-  const std::int64_t whole_pages = (seqlen + 63) / 64 * 64;
   for (const std::int64_t batch : {14, 15}) {
     problem.batch = batch;
-    const Result<MemoryUse> use = memory_use(problem, whole_pages, nullptr, held);
+    const Result<MemoryUse> use = memory_use(problem, seqlen, nullptr, held);
     ASSERT_TRUE(use) << use.status().message();
     EXPECT_EQ(use->fits, batch == 14);
     const Result<TransformerSession> session =
