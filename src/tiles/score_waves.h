@@ -31,7 +31,7 @@ inline constexpr std::int64_t kScoreRowStep = 64;
 inline constexpr std::int64_t kWaveRowStep = 1024;
 
 /// As many pairs in a wave as `budget_bytes` holds, `pair_bytes` for each beside its scores of
-/// `score_bytes` an element; where not even one fits, as many of its rows (1024 at least).
+/// `score_bytes` an element; where not even one fits, as many of its rows (kWaveRowStep at least).
 /// Sizes are such that pairs · seqlen_q · seqlen_kv fits 63 bits.
 constexpr ScoreWaves plan_score_waves(std::int64_t pairs, std::int64_t seqlen_q,
                                       std::int64_t seqlen_kv, std::int64_t score_bytes,
@@ -50,6 +50,18 @@ constexpr ScoreWaves plan_score_waves(std::int64_t pairs, std::int64_t seqlen_q,
     const std::int64_t steps = budget_bytes / row_bytes / kWaveRowStep;
     waves.rows_per_wave = std::min(seqlen_q, std::max<std::int64_t>(1, steps) * kWaveRowStep);
   }
+  return waves;
+}
+
+/// The same where products take `rows` rows of a pair at a time (a mask lets each block see keys of
+/// its own): a wave is one block of as many pairs as `budget_bytes` holds, so that products are of
+/// many matrices and a block's place in the buffer does not depend on how many there are.
+constexpr ScoreWaves plan_block_waves(std::int64_t pairs, std::int64_t seqlen_q,
+                                      std::int64_t seqlen_kv, std::int64_t score_bytes,
+                                      std::int64_t rows, std::int64_t budget_bytes) {
+  ScoreWaves waves =
+      plan_score_waves(pairs, std::min(rows, seqlen_q), seqlen_kv, score_bytes, 0, budget_bytes);
+  waves.seqlen_q = seqlen_q;
   return waves;
 }
 

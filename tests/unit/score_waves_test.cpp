@@ -48,6 +48,36 @@ TEST(ScoreWaves, ThirtyTwoHeadsOf32KGoThroughFourGiBInSixteen) {
   EXPECT_EQ(2 * w.score_elements(), 4 * kGiB);
 }
 
+// Under a mask a wave is one block of rows of as many pairs as fit: products of many matrices, and
+// a stride from pair to pair that the number of pairs does not change.
+TEST(ScoreWaves, OfABlockTakeManyPairsAndEachRowOnce) {
+  for (const std::int64_t pairs : {1, 3, 40, 200}) {
+    for (const std::int64_t seqlen : {0, 1, 1023, 1024, 1025, 5000, 32768}) {
+      const ScoreWaves w = plan_block_waves(pairs, seqlen, seqlen, 2, 1024, 4 * kGiB);
+      EXPECT_EQ(w.rows_per_wave, std::min<std::int64_t>(1024, seqlen));
+      EXPECT_EQ(w.pair_stride(), plan_block_waves(1, seqlen, seqlen, 2, 1024, kGiB).pair_stride());
+      EXPECT_LE(w.pairs_per_wave, pairs);
+      EXPECT_LE(2 * w.score_elements(), 4 * kGiB);
+      const bool all = w.pairs_per_wave == pairs;
+      EXPECT_TRUE(all || 2 * (w.pairs_per_wave + 1) * w.pair_stride() > 4 * kGiB);
+      std::int64_t rows = 0, waves = 0;
+      for (std::int64_t p = 0; p < pairs; p += w.pairs_per_wave) {
+        for (std::int64_t r = 0; r < seqlen; r += w.rows_per_wave) {
+          ++waves;
+          rows += std::min(w.pairs_per_wave, pairs - p) * std::min(w.rows_per_wave, seqlen - r);
+        }
+      }
+      EXPECT_EQ(rows, pairs * seqlen);
+      EXPECT_EQ(waves, w.waves());
+    }
+  }
+  // 32 heads of 32768 keys: all of them at once, a block of 1024 rows after the other.
+  const ScoreWaves w = plan_block_waves(32, 32768, 32768, 2, 1024, 4 * kGiB);
+  EXPECT_EQ(w.pairs_per_wave, 32);
+  EXPECT_EQ(w.waves(), 32);
+  EXPECT_EQ(2 * w.score_elements(), 2 * kGiB);
+}
+
 TEST(PairOrder, RunsCoverEveryPairOnceAndStayAConstantStrideApart) {
   for (const std::int64_t batch : {1, 2, 7}) {
     for (const std::int64_t group : {1, 2, 4}) {

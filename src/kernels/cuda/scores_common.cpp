@@ -139,7 +139,10 @@ std::optional<ScoreSizes> score_sizes(const KernelProblem& problem, Pipeline pip
   // o may be asked for in f32.
   const std::int64_t o_bytes = pipeline == Pipeline::unfused ? 4 * p.seqlen_q * p.head_dim_v : 0;
   const std::int64_t pair_bytes = sizes.gathered ? q_bytes + k_bytes + v_bytes + o_bytes : 0;
-  sizes.waves = tiles::plan_score_waves(*pairs, p.seqlen_q, p.seqlen_kv, 2, pair_bytes, kWaveBytes);
+  sizes.waves =
+      sizes.gathered || p.mask.is_none()
+          ? tiles::plan_score_waves(*pairs, p.seqlen_q, p.seqlen_kv, 2, pair_bytes, kWaveBytes)
+          : tiles::plan_block_waves(*pairs, p.seqlen_q, p.seqlen_kv, 2, kMaskedBlock, kWaveBytes);
   const auto room = [](std::int64_t bytes) { return base::round_up(bytes, kScoreAlign); };
   sizes.score_bytes = room(2 * sizes.waves.score_elements());
   sizes.total_bytes = (kScoreAlign - kLentAlign) + sizes.score_bytes + kMatmulWorkspaceBytes;

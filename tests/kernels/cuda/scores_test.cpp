@@ -143,9 +143,10 @@ TEST_P(LandedScores, AgreeWithTheOtherPipelineOverSeveralWaves) {
     std::int64_t heads, seqlen;
     bool causal;
   };
-  // 40 heads of 8192²: waves of heads. One head of 65536²: waves of rows.
-  for (const Shape& shape :
-       {Shape{40, 8192, false}, Shape{40, 8192, true}, Shape{1, 65536, true}}) {
+  // 40 heads of 8192²: waves of heads. One head of 65536²: waves of rows. Under a mask waves of
+  // 1024 rows, of 256 heads at most.
+  for (const Shape& shape : {Shape{40, 8192, false}, Shape{300, 8192, true}, Shape{1, 65536, false},
+                             Shape{1, 65536, true}}) {
     KernelProblem problem = problem_of(1, shape.heads, shape.heads, shape.seqlen, 64);
     problem.attention.mask = shape.causal ? Mask::causal() : Mask::none();
     const std::int64_t bytes = entry().workspace(problem);
@@ -213,6 +214,10 @@ TEST_P(LandedScores, HoldTheScoresOfAWaveAndSayHowMany) {
   const KernelProblem large = problem_of(1, 32, 32, 32768, 128);
   EXPECT_EQ(entry().workspace(large), (std::int64_t{4} << 30) + kBeside);
   EXPECT_EQ(entry().note(large), "scores of 68.7 GB go through 4.3 GB of workspace in 16 waves");
+  KernelProblem masked = large;
+  masked.attention.mask = Mask::causal();
+  EXPECT_EQ(entry().workspace(masked), (std::int64_t{2} << 30) + kBeside);
+  EXPECT_EQ(entry().note(masked), "scores of 68.7 GB go through 2.1 GB of workspace in 32 waves");
 }
 
 // Where lengths are on the device, padded copies of q, k, v (and o of the unfused pipeline).
