@@ -283,7 +283,7 @@ Result<Cost> cost_of(const Plan& plan, std::span<const std::int64_t> lengths) {
   for (const std::int64_t length : lengths) {
     sequences.push_back({plan.problem().seqlen_q, length});
   }
-  return attention_cost(plan.problem(), sequences, plan.pipeline(), plan.pass());
+  return attention_cost(plan.problem(), sequences, plan.pipeline(), plan.pass(), plan.convention());
 }
 
 Result<CaseResult> describe(const PreparedAttention& made, const DeviceSpec& spec,

@@ -305,6 +305,7 @@ StepResult time_step(const ModelPoint& point, const Transformer& model, const De
     for (const OperationGroup& group : groups) {
       add_cost(group.cost, result.cost);
     }
+    result.convention = session.convention(point.phase);
     if (cuda) {
       result.launches_counted = value_or_fail(session.count_launches(point.phase));
     }
@@ -450,7 +451,7 @@ ModelBudget budget_of(const StepResult& result, const Transformer& model, const 
   step.launches = result.launches_counted ? static_cast<double>(*result.launches_counted)
                                           : result.cost.launches;
   count_packed(model, spec, step);
-  return value_or_fail(model_budget(step, spec));
+  return value_or_fail(model_budget(step, spec, result.convention));
 }
 
 std::string what_moves(const OperationResult& operation) {

@@ -94,6 +94,7 @@ struct OperationResult {
 struct StepResult {
   ModelPoint point;
   Cost cost;
+  Convention convention;  // of its attention
   std::vector<OperationResult> operations;
   std::vector<std::string> layer;  // names of a layer's operations in the order they run
   std::optional<std::int64_t> launches_counted;

@@ -189,7 +189,10 @@ class Plan {
   Pipeline pipeline() const;
   int threads() const;
   std::int64_t workspace_bytes() const;
-  const Cost& cost() const;              // exact convention
+  const Cost& cost() const;  // of convention()
+  /// Exact; where scores land under a mask, with the blocks of rows that the kernel multiplies
+  /// whole (score_block_rows).
+  const Convention& convention() const;
   const Prediction& prediction() const;  // on the device spec of the plan
   const std::vector<Candidate>& candidates() const;
   /// Several lines of text: the problem, the chosen kernel and its wall, every candidate with its

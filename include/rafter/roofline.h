@@ -93,6 +93,8 @@ struct Convention {
                                             // 4 unfused, 2 half-fused, 0 fused and split-kv
   std::optional<double> backward_score_passes = {};  // unset: 7 unfused, 5 half-fused, 0 fused
   std::optional<DType> score_dtype = {};             // of scores that land; unset: the problem's
+  double score_block_rows = 0;  // query rows whose scores land together, over the keys that some of
+                                // them sees under a mask; 0: visible scores alone (forward)
   CountQkvo count_qkvo = CountQkvo::always;
   bool count_lse = true;
   bool count_indices = true;   // page tables, lengths

@@ -169,6 +169,9 @@ class TransformerSession {
   /// decode step. Costs are of the lengths at the time of the call; what they queue is of use until
   /// the next step is set up.
   std::vector<StepOperation> operations(Phase phase) const;
+  /// How operations() counts the attention of a phase that is set up (Plan::convention()); else
+  /// exact.
+  Convention convention(Phase phase) const;
   /// Queues all of them. A decode step lengthens its sequences on the device with every run, up to
   /// max_seqlen, behind which nothing is written; rewind() sets them back.
   Status queue(Phase phase, Stream stream = {}) const;

@@ -95,9 +95,15 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   state->candidates = std::move(choice->candidates);
   state->workspace_bytes = state->entry->workspace(state->problem);
 
-  Result<Cost> cost =
-      attention_cost(state->problem.attention, state->entry->pipeline, options.pass, Convention{},
-                     state->entry->splits != nullptr ? state->entry->splits(state->problem) : 1);
+  if (state->entry->score_block_rows != nullptr) {
+    const std::int64_t rows = state->entry->score_block_rows(state->problem);
+    if (Status set = state->convention.set("score_block_rows", std::to_string(rows)); !set) {
+      return set;
+    }
+  }
+  Result<Cost> cost = attention_cost(
+      state->problem.attention, state->entry->pipeline, options.pass, state->convention,
+      state->entry->splits != nullptr ? state->entry->splits(state->problem) : 1);
   if (!cost) {
     return cost.status();
   }
@@ -178,6 +184,7 @@ Pipeline Plan::pipeline() const { return state_->entry->pipeline; }
 int Plan::threads() const { return state_->problem.threads; }
 std::int64_t Plan::workspace_bytes() const { return state_->workspace_bytes; }
 const Cost& Plan::cost() const { return state_->cost; }
+const Convention& Plan::convention() const { return state_->convention; }
 const Prediction& Plan::prediction() const { return state_->prediction; }
 const std::vector<Candidate>& Plan::candidates() const { return state_->candidates; }
 

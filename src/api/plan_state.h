@@ -17,6 +17,7 @@ struct PlanState {
   bool forced = false;
   std::vector<Candidate> candidates;
   std::int64_t workspace_bytes = 0;
+  Convention convention;  // of the cost
   Cost cost;
   Prediction prediction;
 };

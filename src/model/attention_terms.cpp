@@ -110,6 +110,8 @@ void AttentionTotals::add(const AttentionTotals& other, double times) {
   keys += times * other.keys;
   key_reads += times * other.key_reads;
   pairs += times * other.pairs;
+  landed_pairs += times * other.landed_pairs;
+  landed_key_reads += times * other.landed_key_reads;
   all_pairs += times * other.all_pairs;
   index_bytes += times * other.index_bytes;
   page_table_bytes += times * other.page_table_bytes;
@@ -135,15 +137,15 @@ AttentionTotals totals_of(const AttentionShape& shape, double rows, double keys,
   t.keys = keys;
   t.all_pairs = rows * keys;
   double seen = keys;
+  const double offset = mask.align == MaskAlign::bottom_right ? keys - rows : 0;
+  const auto left = static_cast<double>(mask.window_left);
+  const auto right = static_cast<double>(mask.window_right);
   if (mask.is_none()) {
     t.pairs = t.all_pairs;
     seen = rows > 0 ? keys : 0;
   } else if (convention.causal_pairs == CausalPairs::half) {
     t.pairs = t.all_pairs / 2;
   } else {
-    const double offset = mask.align == MaskAlign::bottom_right ? keys - rows : 0;
-    const auto left = static_cast<double>(mask.window_left);
-    const auto right = static_cast<double>(mask.window_right);
     t.pairs = tiles::pairs(rows, keys, left, right, offset);
     seen = tiles::seen_keys(rows, keys, left, right, offset);
   }
@@ -156,21 +158,35 @@ AttentionTotals totals_of(const AttentionShape& shape, double rows, double keys,
     passes = std::max(1.0, shape.group() * rows * shape.head_dim / m);
   }
   t.key_reads = seen * passes;
+  t.landed_pairs = t.pairs;
+  t.landed_key_reads = t.key_reads;
+  if (convention.score_block_rows > 0 && !mask.is_none()) {
+    const tiles::Landed landed =
+        tiles::landed(rows, keys, left, right, offset, convention.score_block_rows);
+    t.landed_pairs = landed.pairs;
+    t.landed_key_reads = std::max(t.key_reads, landed.keys);
+  }
   return t;
 }
 
 /// Products 2·pairs·head_dim (QKᵀ) and 2·pairs·head_dim_v (PV) per query head. The scores' passes
 /// are shared out as the three kernels make them: QKᵀ writes one, softmax reads and writes one, PV
-/// reads one (half-fused: one written, one read).
+/// reads one (half-fused: one written, one read). A library's product takes the block that lands as
+/// a whole; a kernel that knows the mask reads what is visible, and the softmax leaves zeros beside
+/// it for PV.
 Cost forward_terms(const AttentionShape& shape, const AttentionTotals& totals, Pipeline pipeline,
                    Counted counted, const Convention& convention) {
   Builder build(shape, totals, convention);
-  const Streams s = streams_of(shape, totals, counted, convention);
+  const bool lands = lands_scores(pipeline);
+  AttentionTotals moved = totals;
+  moved.key_reads = lands ? totals.landed_key_reads : totals.key_reads;
+  const Streams s = streams_of(shape, moved, counted, convention);
   const double pairs = shape.heads_q * totals.pairs;
-  const double qk_flops = 2 * pairs * shape.head_dim;
-  const double pv_flops = 2 * pairs * shape.head_dim_v;
+  const double landed = lands ? shape.heads_q * totals.landed_pairs : pairs;
+  const double qk_flops = 2 * landed * shape.head_dim;
+  const double pv_flops = 2 * (pipeline == Pipeline::unfused ? landed : pairs) * shape.head_dim_v;
   const double softmax_flops = convention.softmax_flops_per_element * pairs;
-  const double scores = score_passes_of(convention, pipeline) * pairs;
+  const double passes = score_passes_of(convention, pipeline);
   const double b_scores = score_bytes(shape, convention);
   const double partials = pipeline == Pipeline::split_kv && shape.splits > 1
                               ? shape.splits * shape.heads_q * totals.rows * (shape.head_dim_v + 1)
@@ -189,24 +205,24 @@ Cost forward_terms(const AttentionShape& shape, const AttentionTotals& totals, P
   if (pipeline == Pipeline::unfused) {
     build.kernel("qk", qk_flops, 0);
     read_q_and_k();
-    build.move("scores", scores / 4, b_scores);
+    build.move("scores", passes / 4 * landed, b_scores);
     build.kernel("softmax", 0, softmax_flops);
-    build.move("scores", scores / 2, b_scores);
+    build.move("scores", passes / 4 * (pairs + landed), b_scores);
     build.kernel("pv", pv_flops, 0);
-    build.move("scores", scores / 4, b_scores);
+    build.move("scores", passes / 4 * landed, b_scores);
     build.move("v", s.v, s.b_kv);
   } else if (pipeline == Pipeline::half_fused) {
     build.kernel("qk", qk_flops, 0);
     read_q_and_k();
-    build.move("scores", scores / 2, b_scores);
+    build.move("scores", passes / 2 * landed, b_scores);
     build.kernel("softmax_pv", pv_flops, softmax_flops);
-    build.move("scores", scores / 2, b_scores);
+    build.move("scores", passes / 2 * pairs, b_scores);
     build.move("v", s.v, s.b_kv);
   } else {
     build.kernel("attention", qk_flops + pv_flops, softmax_flops);
     read_q_and_k();
     build.move("v", s.v, s.b_kv);
-    build.move("scores", scores, b_scores);
+    build.move("scores", passes * pairs, b_scores);
   }
   build.move_bytes("kv_scales", s.kv_scales);
   if (partials > 0) {  // f32 o and lse of every split: written here, read by the merge
@@ -218,7 +234,7 @@ Cost forward_terms(const AttentionShape& shape, const AttentionTotals& totals, P
   }
   write_o();
   build.hold(tensors_held(shape, totals, counted, convention));
-  if (lands_scores(pipeline)) {
+  if (lands) {
     build.hold(shape.heads_q * totals.all_pairs * b_scores);
   }
   build.cost().exponentials = pairs;

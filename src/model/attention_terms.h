@@ -21,11 +21,13 @@ struct AttentionShape {
 
 /// Sums over sequences, each for one head.
 struct AttentionTotals {
-  double rows = 0;       // query rows
-  double keys = 0;       // keys held
-  double key_reads = 0;  // key rows read per KV head: those seen, times the passes of the model
-  double pairs = 0;      // visible scores
-  double all_pairs = 0;  // rows · keys
+  double rows = 0;          // query rows
+  double keys = 0;          // keys held
+  double key_reads = 0;     // key rows read per KV head: those seen, times the passes of the model
+  double pairs = 0;         // visible scores
+  double landed_pairs = 0;  // scores that products write where they land, and
+  double landed_key_reads = 0;  // key rows that those read per KV head: by score_block_rows
+  double all_pairs = 0;         // rows · keys
   double index_bytes = 0, page_table_bytes = 0;
 
   void add(const AttentionTotals& other, double times);

@@ -171,6 +171,21 @@ std::vector<Field> attention_fields() {
       optional_number("backward_score_passes", &C::backward_score_passes, kNotNegative,
                       "passes of score matrices through memory, backward"),
       score_dtype_field(),
+      {{"score_block_rows", "a whole number from 0 up",
+        "query rows whose scores land together over the keys that some of them sees; 0: visible "
+        "scores alone"},
+       [](Convention& c, std::string_view text) {
+         const std::optional<double> value = parse_number(text);
+         const bool allowed =
+             value && kNotNegative.contains(*value) && *value == std::floor(*value);
+         c.score_block_rows = allowed ? *value : c.score_block_rows;
+         return allowed;
+       },
+       [](const Convention& c) { return fmt::format("{}", c.score_block_rows); },
+       [](const Convention& c) {
+         return kNotNegative.contains(c.score_block_rows) &&
+                c.score_block_rows == std::floor(c.score_block_rows);
+       }},
       choice("count_qkvo", &C::count_qkvo,
              {{"true", CountQkvo::always},
               {"false", CountQkvo::never},

@@ -41,8 +41,8 @@ class Curve {
   };
   Coefficients coefficients() const {
     // Everything is linear in (pairs, rows, keys): one pair alone, then one row and one key alone.
-    const Cost pair = at({.pairs = 1, .all_pairs = 1});
-    const Cost row = at({.rows = 1, .keys = 1, .key_reads = 1});
+    const Cost pair = at({.pairs = 1, .landed_pairs = 1, .all_pairs = 1});
+    const Cost row = at({.rows = 1, .keys = 1, .key_reads = 1, .landed_key_reads = 1});
     // Pairs are S² without a mask, S²/2 + S/2 summed per row of a causal one, S²/2 as half.
     const bool causal = !mask_.is_none();
     const double p2 = causal ? 0.5 : 1;

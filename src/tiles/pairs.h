@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "tiles/key_range.h"
 
@@ -34,6 +35,34 @@ constexpr double pairs(double rows, double keys, double left, double right, doub
   const double up_to_last = right < 0 ? rows * keys : rows_sum(offset + right + 1);
   const double before_first = left < 0 ? 0 : rows_sum(offset - left);
   return std::max(0.0, up_to_last - before_first);
+}
+
+/// What lands where products take `block` rows at a time over the keys that some of them sees.
+struct Landed {
+  double pairs = 0;  // Σ over blocks of rows · hull
+  double keys = 0;   // Σ over blocks of hull
+};
+/// `block` is a whole number above 0. The block that begins with row a has a hull of clamp(a +
+/// offset + right + rows, 0, keys) − clamp(a + offset − left, 0, keys) keys; over whole blocks, a =
+/// 0, block, 2 · block, …, each clamped term is an arithmetic series between the first block above
+/// 0 and the first at `keys`. Lengths may be real.
+inline Landed landed(double rows, double keys, double left, double right, double offset,
+                     double block) {
+  const double whole = std::floor(rows / block), rest = rows - whole * block;
+  const auto series = [&](double shift) {  // Σ over i in [0, whole) of clamp(i · block + shift, …)
+    const double first = std::clamp(std::ceil(-shift / block), 0.0, whole);
+    const double full = std::clamp(std::ceil((keys - shift) / block), first, whole);
+    return (full - first) * (shift + (first + full - 1) / 2 * block) + (whole - full) * keys;
+  };
+  const auto last_block = [&](double shift) {
+    return rest > 0 ? std::clamp(whole * block + shift, 0.0, keys) : 0;
+  };
+  const double last = right < 0 ? whole * keys : series(offset + right + block);
+  const double first = left < 0 ? 0 : series(offset - left);
+  const double rest_last = right < 0 ? (rest > 0 ? keys : 0) : last_block(offset + right + rest);
+  const double rest_first = left < 0 ? 0 : last_block(offset - left);
+  const double hulls = std::max(0.0, last - first), hull = std::max(0.0, rest_last - rest_first);
+  return {hulls * block + hull * rest, hulls + hull};
 }
 
 /// Keys that at least one of the rows sees: consecutive rows see windows shifted by one key, so the

@@ -300,6 +300,11 @@ std::vector<StepOperation> TransformerSession::operations(Phase phase) const {
   return step.plan ? transformer::operations_of(*state_, step) : std::vector<StepOperation>{};
 }
 
+Convention TransformerSession::convention(Phase phase) const {
+  const std::optional<Plan>& plan = state_->step(phase).plan;
+  return plan ? plan->convention() : Convention{};
+}
+
 Status TransformerSession::queue(Phase phase, Stream stream) const {
   const Step& step = state_->step(phase);
   if (!step.plan) {

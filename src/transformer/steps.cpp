@@ -339,7 +339,8 @@ class Builder {
       }
     }
     const Workspace lent{b().attention_workspace.data(), b().attention_workspace.bytes()};
-    const Result<Cost> cost = attention_cost(p, step_.attended, plan.pipeline());
+    const Result<Cost> cost =
+        attention_cost(p, step_.attended, plan.pipeline(), Pass::forward, plan.convention());
     add("attention", plan.kernel(), cost ? *cost : plan.cost(),
         [=](const Device&, Stream stream) { return plan.forward(in, out, lent, stream); });
     operations_.back().cost.launches = plan.cost().launches;

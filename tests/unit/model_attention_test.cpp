@@ -2,10 +2,12 @@
 // by listing what is read and written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
 #include <set>
+#include <string>
 
 #include "rafter/attention.h"
 
@@ -261,6 +263,72 @@ TEST(AttentionCost, HalfCausalIsHalfOfTheScoresAndRefusesAWindow) {
   p.mask = Mask::window(8, 0);
   EXPECT_EQ(attention_cost(p, Pipeline::unfused, Pass::forward, half).status().parameter(),
             "window");
+}
+
+/// Keys that some row of a block sees.
+double hull(const Mask& mask, i64 first, i64 rows, i64 seqlen_q, i64 seqlen_kv) {
+  double keys = 0;
+  for (i64 j = 0; j < seqlen_kv; ++j) {
+    bool seen = false;
+    for (i64 i = first; i < first + rows; ++i) {
+      seen = seen || sees(mask, i, j, seqlen_q, seqlen_kv);
+    }
+    keys += seen ? 1 : 0;
+  }
+  return keys;
+}
+
+TEST(AttentionCost, BlocksOfRowsLandWithTheKeysThatSomeOfThemSees) {
+  for (const Mask& mask : masks()) {
+    for (const i64 q : {0, 1, 7, 16, 33}) {
+      for (const i64 kv : {0, 1, 7, 16, 33}) {
+        AttentionProblem p = shape(q, kv);
+        p.mask = mask;
+        const double pairs = 2 * 6 * count(mask, q, kv).pairs;
+        for (const i64 block : {1, 3, 8, 64}) {
+          double landed = 0, keys = 0;
+          for (i64 row = 0; row < q; row += block) {
+            const i64 rows = std::min(block, q - row);
+            const double seen = hull(mask, row, rows, q, kv);
+            landed += 2 * 6 * static_cast<double>(rows) * seen;
+            keys += 2 * 3 * seen;
+          }
+          if (mask.is_none()) {  // one product of all rows
+            keys = q > 0 ? 2 * 3 * static_cast<double>(kv) : 0;
+          }
+          Convention c;
+          ASSERT_TRUE(c.set("score_block_rows", std::to_string(block)));
+          const Cost unfused = must(attention_cost(p, Pipeline::unfused, Pass::forward, c));
+          EXPECT_EQ(unfused.matmul_flops, 2 * landed * (5 + 7))
+              << q << " " << kv << " window " << mask.window_left << " " << mask.window_right
+              << " block " << block;
+          EXPECT_EQ(term(unfused, "scores"), (3 * landed + pairs) * 2);
+          EXPECT_EQ(term(unfused, "k"), keys * 5 * 2);
+          EXPECT_EQ(term(unfused, "v"), keys * 7 * 2);
+          EXPECT_EQ(unfused.pairs, pairs);
+          EXPECT_EQ(unfused.softmax_flops, 5 * pairs);
+          const Cost half = must(attention_cost(p, Pipeline::half_fused, Pass::forward, c));
+          EXPECT_EQ(half.matmul_flops, 2 * landed * 5 + 2 * pairs * 7);
+          EXPECT_EQ(term(half, "scores"), (landed + pairs) * 2);
+          EXPECT_EQ(must(attention_cost(p, Pipeline::fused, Pass::forward, c)).bytes,
+                    must(attention_cost(p, Pipeline::fused)).bytes);
+        }
+      }
+    }
+  }
+}
+
+TEST(AttentionCost, BlocksOfAThousandRowsOf32KAreCountedInClosedForm) {
+  AttentionProblem p;
+  p.seqlen_q = p.seqlen_kv = 32768;
+  p.mask = Mask::causal();
+  Convention c;
+  EXPECT_FALSE(c.set("score_block_rows", "0.5"));
+  EXPECT_FALSE(c.set("score_block_rows", "-1"));
+  ASSERT_TRUE(c.set("score-block-rows", "1024"));
+  EXPECT_EQ(c.name, "exact, score_block_rows=1024");
+  const Cost cost = must(attention_cost(p, Pipeline::unfused, Pass::forward, c));
+  EXPECT_EQ(cost.matmul_flops, 4 * 128 * (1024.0 * 1024 * 32 * 33 / 2));  // 32 blocks of 1 to 32
 }
 
 TEST(AttentionCost, RefusesImpossibleShapesByName) {

@@ -37,6 +37,12 @@ std::int64_t workspace(const KernelProblem& problem, Pipeline pipeline) {
   return sizes ? sizes->total_bytes : 0;
 }
 
+/// Padded sequences are multiplied whole.
+std::int64_t score_block_rows(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  return lengths_are_data(p) ? std::max<std::int64_t>(1, p.seqlen_q) : kMaskedBlock;
+}
+
 std::string note(const KernelProblem& problem, Pipeline pipeline) {
   const std::optional<ScoreSizes> sizes = score_sizes(problem, pipeline);
   if (!sizes) {
@@ -174,7 +180,8 @@ KernelEntry entry_of(std::string_view name, Status (*forward)(const ForwardCall&
                   const DeviceSpec&) { return scores_reach(p, kPipeline, Pass::forward, kReach); },
       .workspace = [](const KernelProblem& p) { return workspace(p, kPipeline); },
       .forward = forward,
-      .note = [](const KernelProblem& p) { return note(p, kPipeline); }};
+      .note = [](const KernelProblem& p) { return note(p, kPipeline); },
+      .score_block_rows = score_block_rows};
 }
 
 KernelEntry scores_entry(std::string_view name, Pipeline pipeline,

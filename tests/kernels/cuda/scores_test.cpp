@@ -220,6 +220,27 @@ TEST_P(LandedScores, HoldTheScoresOfAWaveAndSayHowMany) {
   EXPECT_EQ(entry().note(masked), "scores of 68.7 GB go through 2.1 GB of workspace in 32 waves");
 }
 
+TEST_P(LandedScores, SayHowManyRowsLandTogether) {
+  KernelProblem problem = problem_of(2, 4, 2, 5000, 64);
+  problem.attention.mask = Mask::causal();
+  EXPECT_EQ(entry().score_block_rows(problem), 1024);
+  problem.attention.layout = Layout::packed;
+  EXPECT_EQ(entry().score_block_rows(problem), 5000);
+}
+
+TEST_P(LandedScores, CostWhatTheirProductsTakeWhole) {
+  RAFTER_NEEDS_DEVICE();
+  KernelProblem problem = problem_of(2, 4, 2, 5000, 64);
+  problem.attention.mask = Mask::causal();
+  const Result<Plan> made = plan(problem.attention, Device::cuda(), {.kernel = GetParam()});
+  ASSERT_TRUE(made) << made.status().message();
+  const double blocks = 1024.0 * (1024 + 2048 + 3072 + 4096) + 904.0 * 5000;
+  const double visible = 5000.0 * 5001 / 2;
+  const bool unfused = GetParam() == "unfused_cublaslt";
+  EXPECT_EQ(made->cost().matmul_flops, 2 * 4 * 2 * 64 * (blocks + (unfused ? blocks : visible)));
+  EXPECT_EQ(made->convention().score_block_rows, 1024);
+}
+
 // Where lengths are on the device, padded copies of q, k, v (and o of the unfused pipeline).
 TEST_P(LandedScores, PadWhatIsPacked) {
   KernelProblem packed = problem_of(2, 4, 2, 128, 64);
