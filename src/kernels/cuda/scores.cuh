@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "hw/cuda/wgmma.cuh"
 #include "kernels/cuda/scores.h"
 #include "tiles/key_range.h"
@@ -59,6 +61,18 @@ __device__ inline float2 unpack(std::uint32_t pair) {
 template <DType kDType>
 __device__ constexpr std::uint32_t minus_infinities() {
   return kDType == DType::bf16 ? 0xff80ff80u : 0xfc00fc00u;
+}
+
+/// The larger of either two of 16 bits; a NaN loses.
+template <DType kDType>
+__device__ inline std::uint32_t pairwise_max(std::uint32_t a, std::uint32_t b) {
+  using Pair = std::conditional_t<kDType == DType::bf16, __nv_bfloat162, __half2>;
+  Pair x, y;
+  memcpy(&x, &a, sizeof x);
+  memcpy(&y, &b, sizeof y);
+  x = __hmax2(x, y);
+  memcpy(&a, &x, sizeof a);
+  return a;
 }
 
 /// softcap · tanh(score / softcap), tanh(x) = 1 − 2 / (e^2x + 1).

@@ -9,8 +9,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <type_traits>
-
 #include "kernels/cuda/scores.cuh"
 
 namespace rafter::cuda {
@@ -93,17 +91,6 @@ __device__ inline void hide(const ScoreRow& row, int key, uint4& v) {
                                (high >= row.keys.first && high < row.keys.last ? 0xffff0000u : 0);
     pairs[i] = (pairs[i] & keep) | (minus_infinities<kDType>() & ~keep);
   }
-}
-
-template <DType kDType>
-__device__ inline std::uint32_t pairwise_max(std::uint32_t a, std::uint32_t b) {
-  using Pair = std::conditional_t<kDType == DType::bf16, __nv_bfloat162, __half2>;
-  Pair x, y;
-  memcpy(&x, &a, sizeof x);
-  memcpy(&y, &b, sizeof y);
-  x = __hmax2(x, y);
-  memcpy(&a, &x, sizeof a);
-  return a;
 }
 
 /// Of packed scores; softcap is monotone.
@@ -200,6 +187,8 @@ __global__ void __launch_bounds__((SoftmaxShape{kThreads, kVectors, kCtas, kHold
   const ScoreRow row = find_row(work, index);
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
   const int first = row.block.first + thread * kWidth;
+  // Vectors beyond the block, the same for all threads of a row, are instructions alone.
+  const auto within = [&](int i) { return i == 0 || i * kStep < row.block.size(); };
   uint4 v[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -208,7 +197,9 @@ __global__ void __launch_bounds__((SoftmaxShape{kThreads, kVectors, kCtas, kHold
   if (row.keys.first > row.block.first || row.keys.last < row.block.first + kShape.keys()) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      hide<kDType>(row, first + i * kStep, v[i]);
+      if (within(i)) {
+        hide<kDType>(row, first + i * kStep, v[i]);
+      }
     }
   }
   std::uint32_t highest = minus_infinities<kDType>();
@@ -223,6 +214,9 @@ __global__ void __launch_bounds__((SoftmaxShape{kThreads, kVectors, kCtas, kHold
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
+    if (!within(i)) {
+      continue;
+    }
     float* const weights = e + (kHold ? i * kWidth : 0);
     scores_of<kDType>(problem, v[i], weights);
 #pragma unroll
@@ -237,6 +231,9 @@ __global__ void __launch_bounds__((SoftmaxShape{kThreads, kVectors, kCtas, kHold
   const float factor = kHold ? weight(top, joint) * inverse : inverse;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
+    if (!within(i)) {
+      continue;
+    }
     float p[kWidth];
     if constexpr (!kHold) {
       scores_of<kDType>(problem, v[i], p);
