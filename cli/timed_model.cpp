@@ -117,6 +117,15 @@ void add_cost(const Cost& from, Cost& to) {
   to.exponentials += from.exponentials;
   to.unfused_bytes += from.unfused_bytes;
   to.untiled_bytes += from.untiled_bytes;
+  for (const KernelCost& kernel : from.kernels) {
+    const auto same = std::ranges::find(to.kernels, kernel.name, &KernelCost::name);
+    KernelCost& sum = same == to.kernels.end() ? to.kernels.emplace_back() : *same;
+    sum.name = kernel.name;
+    sum.matmul_flops += kernel.matmul_flops;
+    sum.softmax_flops += kernel.softmax_flops;
+    sum.bytes += kernel.bytes;
+    sum.elements += kernel.elements;
+  }
   to.dtype = from.dtype;
 }
 

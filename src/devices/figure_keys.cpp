@@ -22,6 +22,8 @@ const std::vector<FigureKey>& figure_keys() {
       list.push_back(
           {fmt::format("bandwidth_{}_bytes_per_s", way), "B/s", "main memory, this way"});
     }
+    list.push_back({"bandwidth_scores_bytes_per_s", "B/s",
+                    "main memory, library GEMM with k = 128 whose results are most of the bytes"});
     for (const char* level : {"l1", "l2", "l3"}) {
       list.push_back(
           {fmt::format("bandwidth_{}_bytes_per_s", level), "B/s", "cache, whole device"});

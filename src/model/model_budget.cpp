@@ -32,6 +32,7 @@ struct Step {
   Ridge roof;
   DType weight_dtype, kv_dtype;
   double seqlen = 0, batch = 0;
+  const DeviceSpec* landing = nullptr;  // has what QKᵀ reaches where scores land; null: the roof
 
   bool prefill() const { return request.phase == Phase::prefill; }
   double tokens() const { return prefill() ? batch * seqlen : batch; }
@@ -171,8 +172,10 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
   Attention a;
   a.work.flops = step.layers() * layer.flops;
   a.work.bytes = step.layers() * layer.bytes;
+  const double landing =
+      step.landing != nullptr ? model::landing_seconds(layer, *step.landing, step.bandwidth()) : 0;
   a.work.seconds = step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
-                                            layer.bytes / step.bandwidth());
+                                            layer.bytes / step.bandwidth() + landing);
   a.untiled_seconds =
       step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
                                layer.untiled_bytes / step.bandwidth());
@@ -411,7 +414,8 @@ Result<Step> make_step(const ModelStep& request, const DeviceSpec& device, const
             .weight_dtype = request.weight_dtype.value_or(request.model.dtype),
             .kv_dtype = request.kv_dtype.value_or(request.model.dtype),
             .seqlen = static_cast<double>(request.seqlen),
-            .batch = static_cast<double>(request.batch)};
+            .batch = static_cast<double>(request.batch),
+            .landing = &device};
   if (request.phase == Phase::prefill) {
     if (Status s = model::check_mask(prefill_mask(step), c); !s) {
       return s;

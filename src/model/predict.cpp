@@ -44,6 +44,17 @@ Dispatch dispatch_cost(double launches, const DeviceSpec& device, const Conventi
   return {launches * convention.launch_s.value_or(figure != nullptr ? figure->value : 0), ""};
 }
 
+double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_per_s) {
+  const Figure* const landing = device.find("bandwidth_scores_bytes_per_s");
+  double seconds = 0;
+  for (const KernelCost& kernel : cost.kernels) {
+    if (kernel.name == "qk" && landing != nullptr) {
+      seconds += std::max(0.0, kernel.bytes / landing->value - kernel.bytes / bytes_per_s);
+    }
+  }
+  return seconds;
+}
+
 }  // namespace model
 
 std::string Prediction::verdict() const {
@@ -164,7 +175,9 @@ Result<Prediction> predict(const Cost& cost, const DeviceSpec& device,
   const auto times = [&](double peak, double bandwidth) {
     p.time_compute_s = cost.flops / (convention.compute_efficiency * peak);
     p.time_bandwidth_s = cost.bytes / (convention.bandwidth_efficiency * bandwidth);
-    const double kernel = std::max(p.time_compute_s, p.time_bandwidth_s);
+    const double landing =
+        model::landing_seconds(cost, device, convention.bandwidth_efficiency * bandwidth);
+    const double kernel = std::max(p.time_compute_s, p.time_bandwidth_s + landing);
     const double launch = std::isnan(dispatch.seconds) ? 0 : dispatch.seconds;
     return convention.time_model == TimeModel::sum ? kernel + launch : std::max(kernel, launch);
   };

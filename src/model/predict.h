@@ -19,4 +19,8 @@ struct Dispatch {
 };
 Dispatch dispatch_cost(double launches, const DeviceSpec& device, const Convention& convention);
 
+/// Seconds that QKᵀ takes beyond its bytes at `bytes_per_s` where scores land: a library's product
+/// with a short k reaches only bandwidth_scores_bytes_per_s. 0 where the device lacks the figure.
+double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_per_s);
+
 }  // namespace rafter::model

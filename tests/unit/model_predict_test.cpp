@@ -7,6 +7,7 @@
 #include <random>
 
 #include "rafter/attention.h"
+#include "rafter/model.h"
 
 namespace rafter {
 namespace {
@@ -51,6 +52,36 @@ AttentionProblem square(std::int64_t seqlen, Mask mask = Mask::none()) {
   p.dtype = DType::bf16;
   p.mask = mask;
   return p;
+}
+
+/// A library writes scores slower than a copy does: QKᵀ alone takes longer than its bytes.
+TEST(Predict, ScoresLandAtTheRateThatProductsReach) {
+  DeviceSpec device = toy();
+  device.figures["peak_bf16_flop_per_s"] = figure(1e12, "FLOP/s");
+  const double qk_bytes = 64 * 64 * 2 + 2 * 64 * 128 * 2;  // scores, q, k
+  for (const Pipeline pipeline : {Pipeline::unfused, Pipeline::half_fused, Pipeline::fused}) {
+    const Cost cost = must(attention_cost(square(64), pipeline));
+    const double plain = must(predict(cost, device)).time_s;
+    EXPECT_EQ(plain, cost.bytes / 10);
+    DeviceSpec probed = device;
+    probed.figures["bandwidth_scores_bytes_per_s"] = figure(8, "B/s");
+    const double more = pipeline == Pipeline::fused ? 0 : qk_bytes / 8 - qk_bytes / 10;
+    EXPECT_NEAR(must(predict(cost, probed)).time_s, plain + more, 1e-9 * plain);
+    ModelStep step;
+    step.model = must(find_model("reference-7b"));
+    step.seqlen = 64;
+    step.pipeline = pipeline;
+    step.causal = false;
+    const double layers = 32 * 32;  // and heads
+    EXPECT_NEAR(must(model_budget(step, probed)).attention_time_s,
+                must(model_budget(step, device)).attention_time_s + layers * more,
+                1e-9 * layers * plain);
+    probed.figures["bandwidth_scores_bytes_per_s"] = figure(20, "B/s");  // the memory decides
+    EXPECT_EQ(must(predict(cost, probed)).time_s, plain);
+    probed.figures["peak_bf16_flop_per_s"] = figure(1, "FLOP/s");  // and so do products
+    probed.figures["bandwidth_scores_bytes_per_s"] = figure(9.9, "B/s");
+    EXPECT_EQ(must(predict(cost, probed)).time_s, cost.flops);
+  }
 }
 
 TEST(Predict, TheLargestTermIsTheWall) {

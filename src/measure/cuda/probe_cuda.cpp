@@ -183,7 +183,7 @@ Status bandwidth(Prober& prober) {
   return Status::ok();
 }
 
-// n³ products of the library GEMM for `run_s` seconds: FLOP/s of groups of some milliseconds each,
+// Products of the library GEMM for `run_s` seconds: FLOP/s of groups of some milliseconds each,
 // with the seconds from the start at which each began.
 struct GemmRun {
   std::vector<double> rates, starts;
@@ -204,7 +204,8 @@ Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, cons
   }
   constexpr double kGroup_s = 5e-3;
   const auto calls = static_cast<std::int64_t>(std::clamp(kGroup_s / *second, 1.0, 1000.0));
-  const double n = static_cast<double>(product.n);
+  const double flops = 2 * static_cast<double>(product.m * product.n) *
+                       static_cast<double>(product.k * product.batch);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the clock recovers
   GemmRun run;
   const Clock::time_point start = Clock::now();
@@ -214,7 +215,7 @@ Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, cons
     if (!seconds) {
       return seconds.status();
     }
-    run.rates.push_back(2 * n * n * n * static_cast<double>(calls) / *seconds);
+    run.rates.push_back(flops * static_cast<double>(calls) / *seconds);
   }
   return run;
 }
@@ -291,6 +292,61 @@ Status matmul(Prober& prober) {
     }
   }
   return Status::ok();
+}
+
+/// What QKᵀ of a head_dim of 128 reaches of the memory: 16 products of 1024 rows with 16384 keys,
+/// whose results are nine tenths of the bytes. The library writes them slower than a copy does.
+Status scores_bandwidth(Prober& prober) {
+  constexpr const char* kFigure = "bandwidth_scores_bytes_per_s";
+  if (std::string reason = cuda::why_no_cublaslt(); !reason.empty()) {
+    prober.missing(kFigure, reason);
+    return Status::ok();
+  }
+  prober.step("products whose results land");
+  constexpr std::int64_t kRows = 1024, kKeys = 16384, kDim = 128, kBatch = 16;
+  constexpr std::int64_t kOperandA = 2 * kBatch * kRows * kDim,
+                         kOperandB = 2 * kBatch * kKeys * kDim,
+                         kResult = 2 * kBatch * kRows * kKeys;
+  Result<DeviceMemory> a = DeviceMemory::allocate(prober.device, kOperandA);
+  Result<DeviceMemory> b = DeviceMemory::allocate(prober.device, kOperandB);
+  Result<DeviceMemory> c = DeviceMemory::allocate(prober.device, kResult);
+  Result<DeviceMemory> space = DeviceMemory::allocate(prober.device, cuda::kMatmulWorkspaceBytes);
+  for (const Result<DeviceMemory>* memory : {&a, &b, &c, &space}) {
+    if (!*memory) {
+      prober.missing(kFigure, memory->status().message());
+      return Status::ok();
+    }
+  }
+  for (const auto& [memory, seed] : {std::pair(&*a, 1U), std::pair(&*b, 2U)}) {
+    if (Status status = memory->fill_random(DType::bf16, seed); !status) {
+      return status;
+    }
+  }
+  const cuda::Matmul product{.dtype = DType::bf16,
+                             .b_transposed = true,
+                             .m = kRows,
+                             .n = kKeys,
+                             .k = kDim,
+                             .batch = kBatch,
+                             .lda = kDim,
+                             .ldb = kDim,
+                             .ldc = kKeys,
+                             .stride_a = kRows * kDim,
+                             .stride_b = kKeys * kDim,
+                             .stride_c = kRows * kKeys};
+  const Result<GemmRun> run = run_gemm(prober, product, *a, *b, *c, *space, 0.2);
+  if (!run) {
+    prober.missing(kFigure, run.status().message());
+    return Status::ok();
+  }
+  constexpr double kFlops = 2.0 * kBatch * kRows * kKeys * kDim;
+  std::vector<double> rates;
+  for (const double rate : run->rates) {
+    rates.push_back(rate / kFlops * (kOperandA + kOperandB + kResult));
+  }
+  return prober.measured(kFigure, rates, "B/s", 0.9,
+                         fmt::format("cuBLASLt, {} products of random bf16, {} x {} x {}", kBatch,
+                                     kRows, kKeys, kDim));
 }
 
 Status exponentials(Prober& prober) {
@@ -383,7 +439,8 @@ Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options) {
     return clock ? properties.status() : clock.status();
   }
   Prober prober{device, options, *clock, *properties, {}};
-  for (Status (*step)(Prober&) : {describe, bandwidth, matmul, exponentials, launches}) {
+  for (Status (*step)(Prober&) :
+       {describe, bandwidth, matmul, scores_bandwidth, exponentials, launches}) {
     if (Status status = step(prober); !status) {
       return status;
     }
