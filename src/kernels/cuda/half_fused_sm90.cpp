@@ -11,13 +11,12 @@
 namespace rafter {
 namespace {
 
-using tiles::Sm90HalfFusedRow;
-
 Status set_values(const cuda::ScoreCall& call, cuda::HalfFusedParams& params) {
   params.v_by_pair = call.sizes().gathered;
   const TensorView v = params.v_by_pair ? call.gathered_values() : call.call().in.v;
   cuda::TensorMap map{};
-  Status status = cuda::make_tensor_map("v", v, Sm90HalfFusedRow::kTileKv, map);
+  const int row = tiles::sm90_half_fused_row_for(v.head_dim);
+  Status status = cuda::make_tensor_map("v", v, tiles::kSm90HalfFusedRows[row].tile_kv, map);
   params.v = map.map;
   params.v_batch_step = map.batch_step;
   params.v_heads_step = map.heads_step;

@@ -1,9 +1,9 @@
 // Softmax fused into P V for sm_90a: O = softmax(S) V, the scores S already in memory.
 //   S [pairs, rows, seqlen_kv] in the dtype, scaled; V [batch, heads_kv, seqlen_kv, D]
 //   O [batch, heads_q, seqlen_q, D], lse [batch, heads_q, seqlen_q]; accumulators f32
-// One CTA owns 128 query rows of one (sequence, head) pair and walks the keys that they see 64 at a
-// time, with a running maximum and sum; S is read once and P never leaves the registers.
-//   warpgroup 0      producer: one thread issues TMA for both boxes of S and for V, `stages` deep
+// One CTA owns 128 query rows of one (sequence, head) pair and walks the keys that they see 128 (or
+// 64) at a time, with a running maximum and sum; S is read once and P never leaves the registers.
+//   warpgroup 0      producer: one thread issues TMA for the boxes of S and for V, `stages` deep
 //   warpgroups 1, 2  consumers, 64 rows each: scores out of shared memory into the fragment that is
 //                    the next product's A operand; P = exp(…) in place; O += P V by wgmma
 // Barriers in shared memory: full[stage] producer → consumers (bytes), empty[stage] consumers →
@@ -23,7 +23,7 @@ template <DType kDType, int kRow>
 struct HalfFused {
   static constexpr tiles::Sm90HalfFusedRow kShape = tiles::kSm90HalfFusedRows[kRow];
   static constexpr int kDv = kShape.head_dim_v, kStages = kShape.stages;
-  static constexpr int kTileKv = kShape.kTileKv, kWarpgroups = kShape.kWarpgroups;
+  static constexpr int kTileKv = kShape.tile_kv, kWarpgroups = kShape.kWarpgroups;
   static constexpr int kScores = kTileKv / 2, kOutputs = kDv / 2;  // accumulators of a thread
 
   struct Control {
@@ -104,8 +104,12 @@ struct HalfFused {
       barrier_arrive_expect(full, static_cast<std::uint32_t>(kShape.stage_bytes()));
 #pragma unroll
       for (int w = 0; w < kWarpgroups; ++w) {
-        tma_load(shared.s_of(stage, w), params.s, full, j * kTileKv, work.first_local + 64 * w, 0,
-                 static_cast<int>(work.pair) * params.s_pair_step);
+#pragma unroll
+        for (int box = 0; box < kShape.score_boxes(); ++box) {
+          tma_load(shared.s_of(stage, w) + box * tiles::box_bytes(64), params.s, full,
+                   j * kTileKv + box * tiles::kBoxColumns, work.first_local + 64 * w, 0,
+                   static_cast<int>(work.pair) * params.s_pair_step);
+        }
       }
 #pragma unroll
       for (int box = 0; box < tiles::boxes(kDv); ++box) {
@@ -120,19 +124,23 @@ struct HalfFused {
     float max[2], sum[2], rescale[2];
   };
 
-  /// The warpgroup's 64 × 64 scores, widened, in the order of wgmma's A operand: f[2 · a + e] with
-  /// a = 4 · step + 2 · c + h is row half h, column 16 · step + 8 · c + 2 · (lane % 4) + e.
+  /// The warpgroup's scores, 64 rows of a tile, widened, in the order of wgmma's A operand: f[2 · a
+  /// + e] with a = 4 · step + 2 · c + h is row half h, column 16 · step + 8 · c + 2 · (lane % 4) +
+  /// e. `highest`: of either row, as they were packed.
   __device__ static void load_scores(const HalfFusedParams& params, float (&f)[kScores],
-                                     std::uint32_t s) {
+                                     std::uint32_t (&highest)[2], std::uint32_t s) {
     const int thread = static_cast<int>(threadIdx.x % 128);
     const int row = thread / 32 * 16 + thread % 16;
+    highest[0] = highest[1] = minus_infinities<kDType>();
 #pragma unroll
     for (int step = 0; step < kTileKv / 16; ++step) {
       std::uint32_t fragment[4];
       load_matrices(fragment,
-                    s + tiles::swizzled_chunk_bytes(64, row, 2 * step + thread % 32 / 16));
+                    s + step / 4 * tiles::box_bytes(64) +
+                        tiles::swizzled_chunk_bytes(64, row, 2 * (step % 4) + thread % 32 / 16));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        highest[i % 2] = pairwise_max<kDType>(highest[i % 2], fragment[i]);
         const float2 pair = unpack<kDType>(fragment[i]);
         f[8 * step + 2 * i] = pair.x;
         f[8 * step + 2 * i + 1] = pair.y;
@@ -157,12 +165,17 @@ struct HalfFused {
     }
   }
 
-  __device__ static void softmax(float (&f)[kScores], Rows& rows) {
-    float max[2] = {rows.max[0], rows.max[1]};
+  __device__ static void highest_of(const float (&f)[kScores], float (&highest)[2]) {
+    highest[0] = highest[1] = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      max[i / 2 % 2] = fmaxf(max[i / 2 % 2], fmaxf(f[i], f[i + 1]));
+    for (int i = 0; i < kScores; ++i) {
+      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], f[i]);
     }
+  }
+
+  /// `highest` is of the scores as they are now: a thread's own of either row.
+  __device__ static void softmax(float (&f)[kScores], const float (&highest)[2], Rows& rows) {
+    float max[2] = {fmaxf(rows.max[0], highest[0]), fmaxf(rows.max[1], highest[1])};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       max[h] = fmaxf(max[h], __shfl_xor_sync(~0u, max[h], 1));
@@ -170,11 +183,11 @@ struct HalfFused {
       rows.rescale[h] = weight(rows.max[h], finite_top(max[h]));
       rows.max[h] = max[h];
     }
-    const float top[2] = {finite_top(max[0]), finite_top(max[1])};
+    const float below[2] = {-finite_top(max[0]) * kLog2E, -finite_top(max[1]) * kLog2E};
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      f[i] = weight(f[i], top[i / 2 % 2]);
+      f[i] = exp2_approx(fmaf(f[i], kLog2E, below[i / 2 % 2]));
       sum[i % 4] += f[i];
     }
     rows.sum[0] = fmaf(rows.sum[0], rows.rescale[0], sum[0] + sum[1]);
@@ -258,11 +271,23 @@ struct HalfFused {
     float f[kScores];
     std::uint32_t p[kScores / 2];  // written only when no product reads it
     const auto weigh = [&](int j, std::uint32_t stage) {
-      load_scores(params, f, shared.s_of(stage, warpgroup));
-      if (j * kTileKv < whole_first || (j + 1) * kTileKv > whole_last) {
+      std::uint32_t packed[2];
+      load_scores(params, f, packed, shared.s_of(stage, warpgroup));
+      const bool cut = j * kTileKv < whole_first || (j + 1) * kTileKv > whole_last;
+      if (cut) {
         mask_scores(keys, f, j * kTileKv);
       }
-      softmax(f, rows);
+      float highest[2];
+      if (cut || params.problem.cap > 0) {  // not what was packed
+        highest_of(f, highest);
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 two = unpack<kDType>(packed[h]);
+          highest[h] = fmaxf(two.x, two.y);
+        }
+      }
+      softmax(f, highest, rows);
     };
     const auto await = [&](std::uint32_t n) {
       barrier_wait(shared_address(&control.full[n % kStages]), n / kStages % 2);
