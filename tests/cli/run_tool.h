@@ -7,11 +7,20 @@
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#endif
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -33,7 +42,31 @@ struct ToolOptions {
   std::string input = {};      // its stdin; at most 64 KiB
   bool close_stdout = false;   // start it with stdout closed
   std::string stdout_to = {};  // a path that its stdout is opened on, such as /dev/full
+  bool deny_amx = false;       // every arch_prctl(ARCH_REQ_XCOMP_PERM) fails with EPERM
 };
+
+#if defined(__x86_64__) && defined(__linux__)
+/// Of this process and what it executes, for good.
+inline void deny_amx() {
+  constexpr unsigned kArchReqXcompPerm = 0x1023;
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_arch_prctl, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[0])),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kArchReqXcompPerm, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {std::size(filter), filter};
+  constexpr int kNoFilter = 126;
+  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+      prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+    _exit(kNoFilter);
+  }
+}
+#else
+inline void deny_amx() {}
+#endif
 
 /// Runs RAFTER_TOOL with these arguments. RAFTER_HOME points to a folder that does not exist, so
 /// that a probe file of the machine changes no test; override it through the environment.
@@ -64,6 +97,9 @@ inline ToolRun run_tool(const std::vector<std::string>& arguments,
     setenv("RAFTER_HOME", "/nonexistent/rafter-test", 1);
     for (const auto& [name, value] : options.environment) {
       setenv(name.c_str(), value.c_str(), 1);
+    }
+    if (options.deny_amx) {
+      deny_amx();
     }
     execv(RAFTER_TOOL, const_cast<char* const*>(argv.data()));
     _exit(127);

@@ -81,33 +81,53 @@ class TileScope {
   TileScope& operator=(const TileScope&) = delete;
 };
 
-/// Why this process cannot use AMX with bf16 here; empty when it can. Asks the kernel for the
-/// permission (arch_prctl ARCH_REQ_XCOMP_PERM), which covers every thread made afterwards and those
-/// there already; children of fork inherit it. Asking again costs a system call, so callers ask
-/// once.
-inline std::string request() {
+/// What the CPU and the operating system say before anyone asks for permission.
+struct Facts {
+  bool tiles_of_bf16 = false;  // CPUID leaf 7: AMX-TILE and AMX-BF16
+  bool xsave = false;          // CPUID leaf 1: OSXSAVE, without which XCR0 cannot be read
+  std::uint32_t xcr0 = 0;      // its lower half
+};
+
+inline Facts facts() {
+  Facts facts;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (1u << 24)) == 0 ||
-      (d & (1u << 22)) == 0) {
-    return "this CPU has no AMX with bf16";
+  facts.tiles_of_bf16 = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & (1u << 24)) != 0 &&
+                        (d & (1u << 22)) != 0;
+  facts.xsave = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 27)) != 0;
+  if (facts.xsave) {
+    std::uint32_t high = 0;
+    asm volatile("xgetbv" : "=a"(facts.xcr0), "=d"(high) : "c"(0));
   }
-  __get_cpuid(1, &a, &b, &c, &d);
-  if ((c & (1u << 27)) == 0) {
-    return "the operating system does not enable XSAVE";
-  }
-  std::uint32_t low = 0, high = 0;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  constexpr std::uint32_t kTileState = 3u << 17;  // XTILECFG, XTILEDATA
-  if ((low & kTileState) != kTileState) {
-    return "the operating system does not enable the AMX state (XCR0)";
-  }
+  return facts;
+}
+
+/// Asks the kernel for the permission (arch_prctl ARCH_REQ_XCOMP_PERM), which covers every thread
+/// made afterwards and those there already; children of fork inherit it.
+inline bool ask_kernel() {
   constexpr long kArchReqXcompPerm = 0x1023;
   constexpr long kXtileData = 18;
-  if (syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtileData) != 0) {
-    return "the kernel refuses permission to use AMX (arch_prctl)";
-  }
-  return {};
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtileData) == 0;
 }
+
+/// Why AMX with bf16 cannot be used where these are the facts; empty when it can. `ask` is called
+/// where they allow it.
+inline std::string refusal(const Facts& facts, bool (*ask)()) {
+  if (!facts.tiles_of_bf16) {
+    return "this CPU has no AMX with bf16";
+  }
+  if (!facts.xsave) {
+    return "the operating system does not enable XSAVE";
+  }
+  constexpr std::uint32_t kTileState = 3u << 17;  // XTILECFG, XTILEDATA
+  if ((facts.xcr0 & kTileState) != kTileState) {
+    return "the operating system does not enable the AMX state (XCR0)";
+  }
+  return ask() ? "" : "the kernel refuses permission to use AMX (arch_prctl)";
+}
+
+/// Why this process cannot use AMX with bf16 here; empty when it can. Costs a system call, so
+/// callers ask once.
+inline std::string request() { return refusal(facts(), ask_kernel); }
 
 /// Whether a CPU with AMX multiplies bytes too.
 inline bool has_int8() {
