@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/checked.h"
 #include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/decode_simd_softmax-inl.h"
@@ -71,7 +72,8 @@ HWY_INLINE void scores_half(const Element<kKv>* const (&row)[kKeys<kRows>], std:
   }
 }
 
-/// Scores of kKeys keys, [key][kRows]. Keys at or past `count` repeat the last one.
+/// Scores of kKeys keys, [key][kRows]. Keys at or past `count` repeat the last one. As many
+/// rows of what comes next are prefetched.
 template <DType kKv, int kRows>
 HWY_INLINE void scores_block(const Rows<kKv>& keys, std::int64_t key, std::int64_t count,
                              const float* HWY_RESTRICT q, std::int64_t depth, std::int64_t head_dim,
@@ -87,12 +89,20 @@ HWY_INLINE void scores_block(const Rows<kKv>& keys, std::int64_t key, std::int64
       sum[k][r] = hn::Zero(D());
     }
   }
+  // a row at a time among the products: a burst would hold the buffers that loads wait for
+  const std::int64_t each = base::div_up(kCount, std::max<std::int64_t>(1, head_dim / kStep));
+  std::int64_t ahead = 0;
   std::int64_t c = 0;
   for (; c + kStep <= head_dim; c += kStep) {
+    if (ahead < kCount) {
+      keys.prefetch(each);
+      ahead += each;
+    }
     scores_half<kKv, 0, kRows>(row, c, q + c, depth, sum);
     scores_half<kKv, 1, kRows>(row, c, q + c, depth, sum);
   }
   if (c < head_dim) {
+    keys.prefetch(kCount - ahead);
     alignas(64) Element<kKv> rest[kCount][kStep];
     for (int k = 0; k < kCount; ++k) {
       copy_some<kKv>(row[k] + c, head_dim - c, rest[k]);
@@ -171,8 +181,9 @@ HWY_INLINE void values_block(const Rows<kKv>& values, std::int64_t first, std::i
 
 /// The same over all columns.
 template <DType kKv, int kRows>
-void add_values(const Rows<kKv>& values, std::int64_t first, std::int64_t last, const float* p,
-                std::int64_t stride, std::int64_t head_dim_v, std::int64_t columns, float* o) {
+HWY_INLINE void add_columns(const Rows<kKv>& values, std::int64_t first, std::int64_t last,
+                            const float* p, std::int64_t stride, std::int64_t head_dim_v,
+                            std::int64_t columns, float* o) {
   constexpr int kInFlight = HWY_TARGET == HWY_AVX3 ? 16 : 8;
   constexpr int kSteps = std::min(kInFlight / 2 / kRows, 4);
   constexpr std::int64_t kBlock = kSteps * kStep;
@@ -188,6 +199,20 @@ void add_values(const Rows<kKv>& values, std::int64_t first, std::int64_t last, 
   if (c < head_dim_v) {
     values_block<kKv, kRows, 1, true>(values, first, last, p, stride, c, head_dim_v - c, columns,
                                       every, o);
+  }
+}
+
+/// Whole loops over 128 elements that the compiler sees to be 128 take four fifths of the time of
+/// loops over as many as there are.
+inline constexpr std::int64_t kUsualDim = 128;
+
+template <DType kKv, int kRows>
+void add_values(const Rows<kKv>& values, std::int64_t first, std::int64_t last, const float* p,
+                std::int64_t stride, std::int64_t head_dim_v, std::int64_t columns, float* o) {
+  if (head_dim_v == kUsualDim) {
+    add_columns<kKv, kRows>(values, first, last, p, stride, kUsualDim, kUsualDim, o);
+  } else {
+    add_columns<kKv, kRows>(values, first, last, p, stride, head_dim_v, columns, o);
   }
 }
 
@@ -210,11 +235,20 @@ void values_tile(const Rows<kKv>& values, const Tile& tile, const RowBlock& bloc
 }
 
 template <DType kKv, int kRows>
+HWY_INLINE void scores_of_tile(const Rows<kKv>& keys, const Tile& tile, const RowBlock& block,
+                               std::int64_t depth, std::int64_t head_dim) {
+  for (std::int64_t key = 0; key < tile.keys; key += kKeys<kRows>) {
+    scores_block<kKv, kRows>(keys, key, tile.keys, block.q, depth, head_dim, block.s + key * kRows);
+  }
+}
+
+template <DType kKv, int kRows>
 void scores_tile(const Rows<kKv>& keys, const Tile& tile, const RowBlock& block, std::int64_t depth,
                  std::int64_t head_dim) {
-  for (std::int64_t key = 0; key < tile.keys; key += kKeys<kRows>) {
-    keys.prefetch(kKeys<kRows>);
-    scores_block<kKv, kRows>(keys, key, tile.keys, block.q, depth, head_dim, block.s + key * kRows);
+  if (head_dim == kUsualDim) {
+    scores_of_tile<kKv, kRows>(keys, tile, block, kUsualDim, kUsualDim);
+  } else {
+    scores_of_tile<kKv, kRows>(keys, tile, block, depth, head_dim);
   }
 }
 

@@ -34,11 +34,10 @@ using math::V;
 constexpr std::int64_t kStep = 2 * kLanes;
 constexpr std::int64_t kTile = tiles::kDecodeTile;
 
-/// place. The query rows and the output follow that order.
+/// Whether the elements of a step are widened in place, the even ones and then the odd ones. The
+/// query rows and the output follow that order.
 template <DType kKv>
 constexpr bool kInterleaved = kKv == DType::bf16&& HWY_TARGET != HWY_SCALAR;
-
-/// kStep elements as f32.
 
 /// One half of kStep elements as f32.
 template <DType kKv, int kHalf>
@@ -102,7 +101,7 @@ struct Rows {
   }
 };
 
-/// A query row as f32 times scale, in the order of load_step, zeros behind it.
+/// A query row as f32 times scale, in the order of load_half, zeros behind it.
 template <DType kKv>
 void pack_query(const TensorView& q, std::int64_t offset, std::int64_t head_dim, std::int64_t depth,
                 float scale, float* HWY_RESTRICT out) {
@@ -123,11 +122,15 @@ void pack_query(const TensorView& q, std::int64_t offset, std::int64_t head_dim,
     }
     hn::Store(hn::Mul(value, factor), d, row + c);
   }
-  for (std::int64_t c = 0; c < depth; ++c) {
-    const std::int64_t in_step = c % kStep;
-    const std::int64_t from =
-        kInterleaved<kKv> ? c - in_step + in_step % kLanes * 2 + in_step / kLanes : c;
-    out[c] = row[from];
+  if constexpr (!kInterleaved<kKv>) {
+    std::copy_n(row, depth, out);
+    return;
+  }
+  for (std::int64_t c = 0; c < depth; c += kStep) {
+    for (std::int64_t i = 0; i < kLanes; ++i) {
+      out[c + i] = row[c + 2 * i];
+      out[c + kLanes + i] = row[c + 2 * i + 1];
+    }
   }
 }
 
@@ -146,9 +149,11 @@ void write_row(const Run& run, const cpu::Sequence& sequence, std::int64_t posit
   }
   const float* row = scaled;
   if constexpr (kInterleaved<kKv>) {
-    for (std::int64_t c = 0; c < run.layout.columns; ++c) {
-      const std::int64_t in_step = c % kStep;
-      ordered[c] = scaled[c - in_step + in_step % 2 * kLanes + in_step / 2];
+    for (std::int64_t c = 0; c < run.layout.columns; c += kStep) {
+      for (std::int64_t i = 0; i < kLanes; ++i) {
+        ordered[c + 2 * i] = scaled[c + i];
+        ordered[c + 2 * i + 1] = scaled[c + kLanes + i];
+      }
     }
     row = ordered;
   }
