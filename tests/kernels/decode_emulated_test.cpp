@@ -68,6 +68,19 @@ struct EmulatedTiles {
                   static_cast<std::size_t>(t.row_bytes));
     }
   }
+  /// VPDPBUSD as the manual defines it.
+  static hn::Vec<DI> dot_bytes(hn::Vec<DI> sum, hn::Vec<DU8> a, hn::Vec<D8> b) {
+    alignas(64) std::int32_t sums[kLanes];
+    alignas(64) std::uint8_t bytes[4 * kLanes];
+    alignas(64) std::int8_t others[4 * kLanes];
+    hn::Store(sum, DI(), sums);
+    hn::Store(a, DU8(), bytes);
+    hn::Store(b, D8(), others);
+    for (int i = 0; i < 4 * static_cast<int>(kLanes); ++i) {
+      sums[i / 4] += bytes[i] * others[i];
+    }
+    return hn::Load(DI(), sums);
+  }
   template <DType kKv, int kC, int kA, int kB>
   static void dot() {
     Tile &c = tile(kC), &a = tile(kA), &b = tile(kB);

@@ -6,9 +6,9 @@
 // An item is one part of the keys of a sequence, some KV heads and all query rows (position × head
 // of the group) of each, so that a byte of K or V comes from memory once. It walks tiles of 64
 // keys, and the heads within each, four rows of queries at a time:
-//   scores   head_dim in lanes, or 16 keys a tile; K as it lies
+//   scores   head_dim in lanes, or 16 keys a tile of AMX; K as it lies
 //   softmax  running maximum, exp2, sum; factors of int8 rows
-//   values   O += P V
+//   values   O += P V; beside AMX those of int8 in integers (VPDPBUSD)
 //   merge    the parts of a sequence longer than 512 keys, in their order
 // The next tile is prefetched meanwhile. Parts are cut by the sequence's own length, so the bits of
 // a row depend on its own sequence alone. Limits: head_dim contiguous; more than 64 new tokens of a
@@ -59,15 +59,13 @@ namespace decode_simd {
 namespace {
 
 bool fits_tiles(const AttentionProblem& p) {
-  return tiles::decode_fits_tiles(p.kv_dtype.value_or(p.dtype) == DType::int8 ? 1 : 2, p.head_dim,
-                                  p.head_dim_v);
+  return tiles::decode_fits_tiles(p.kv_dtype.value_or(p.dtype) == DType::int8 ? 1 : 2, p.head_dim);
 }
 
 std::string note(const KernelProblem& problem) {
   return fits_tiles(problem.attention)
              ? ""
-             : "tiles want head_dim in multiples of 32 (int8: 64) and head_dim_v of 32: these "
-               "products run on AVX-512";
+             : "tiles want head_dim in multiples of 32 (int8: 64): these products run on AVX-512";
 }
 
 Acceptance accepts(const KernelProblem& problem, const Units& units) {
@@ -106,8 +104,9 @@ Acceptance machine_has() {
 #if RAFTER_HAS_AMX_CODE
   if constexpr (Set::kUnits.tiles) {
     const Acceptance amx = cpu::machine_has_amx();
-    return amx.yes && !hw::amx::has_int8() ? Acceptance::refuse("this CPU has no AMX with int8")
-                                           : amx;
+    return amx.yes && !(hw::amx::has_int8() && __builtin_cpu_supports("avx512vnni"))
+               ? Acceptance::refuse("this CPU has no AMX with int8, or no AVX512-VNNI")
+               : amx;
   }
 #endif
   return cpu::machine_has<Set>();

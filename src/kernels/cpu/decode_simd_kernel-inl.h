@@ -14,6 +14,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/cpu/decode_amx_products-inl.h"
+#include "kernels/cpu/decode_simd_bytes-inl.h"
 #include "kernels/cpu/decode_simd_products-inl.h"
 #include "kernels/cpu/decode_simd_softmax-inl.h"
 
@@ -22,13 +23,13 @@ namespace rafter::decode_simd {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// A machine whose products run on vectors.
+/// A machine whose products all run on vectors.
 struct Vectors {
   static constexpr bool kTiles = false;
 };
 
 #if HWY_TARGET == HWY_AVX3 && RAFTER_HAS_AMX_CODE
-/// One whose products run on AMX.
+/// One whose scores run on AMX.
 struct Amx {
   static constexpr bool kTiles = true;
   template <DType kKv>
@@ -46,6 +47,12 @@ struct Amx {
   template <int kTile_>
   HWY_INLINE static void store(void* to, std::int64_t stride) {
     hw::amx::store<kTile_>(to, stride);
+  }
+  /// VPDPBUSD, which the region's target does not name; every CPU with AMX has it.
+  HWY_INLINE static hn::Vec<DI> dot_bytes(hn::Vec<DI> sum, hn::Vec<DU8> a, hn::Vec<D8> b) {
+    __m512i raw = sum.raw;
+    asm("vpdpbusd %2, %1, %0" : "+v"(raw) : "v"(a.raw), "v"(b.raw));
+    return hn::Vec<DI>{raw};
   }
   template <DType kKv, int kC, int kA, int kB>
   HWY_INLINE static void dot() {
@@ -254,8 +261,7 @@ class Item {
   }
 
   bool fits_tiles() const {
-    return tiles::decode_fits_tiles(sizeof(Element<kKv>), run_.problem().head_dim,
-                                    run_.problem().head_dim_v);
+    return tiles::decode_fits_tiles(sizeof(Element<kKv>), run_.problem().head_dim);
   }
 
   void pack_on_tiles(std::int64_t head) const {
@@ -279,17 +285,14 @@ class Item {
     }
   }
 
-  /// Blocks of four rows on tiles; where head_dim does not fit them, or a row does not see a whole
+  /// Scores of four rows on tiles; where head_dim does not fit them, or a row does not see a whole
   /// tile of keys, on vectors.
   void compute_head_on_tiles(std::int64_t head, Rows<kKv> keys, Rows<kKv> values, const Tile& tile,
                              bool spaced) const {
     const tiles::DecodeLayout& layout = run_.layout;
     const AttentionProblem& problem = run_.problem();
     const TileScratch scratch = {reinterpret_cast<std::byte*>(scratch_ + layout.tile_rows),
-                                 reinterpret_cast<std::int32_t*>(scratch_ + layout.tile_sums),
-                                 reinterpret_cast<std::byte*>(scratch_ + layout.tile_weights),
-                                 reinterpret_cast<std::uint32_t*>(scratch_ + layout.tile_pairs),
-                                 scratch_ + layout.tile_out};
+                                 reinterpret_cast<std::int32_t*>(scratch_ + layout.tile_sums)};
     const std::int64_t stride =
         spaced ? run_.call.in.k.stride_seqlen * static_cast<std::int64_t>(sizeof(Element<kKv>)) : 0;
     const bool fits = fits_tiles();
@@ -301,7 +304,15 @@ class Item {
                                       scratch, block.s);
         adjust_scores<4>(tile, block);
         softmax<4>(tile, block, layout.columns);
-        values_on_tiles<kKv, Machine>(values, block.s, problem.head_dim_v, scratch, block.o);
+        if (kKv == DType::int8 && problem.head_dim_v % kByteColumns == 0) {
+          if constexpr (kKv == DType::int8) {
+            values_in_bytes<Machine>(values, block.s, problem.head_dim_v, layout.columns,
+                                     reinterpret_cast<std::int8_t*>(scratch_ + layout.tile_values),
+                                     block.o);
+          }
+        } else {
+          values_tile<kKv, 4>(values, tile, block, problem.head_dim_v, layout.columns);
+        }
       } else {
         if (!packed) {
           pack_queries(head);
