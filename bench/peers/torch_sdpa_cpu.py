@@ -34,9 +34,9 @@ class Forward:
     def cases():
         """Rows of issue "CPU attention at the speed of the silicon" that are a forward."""
         base = dict(batch=1, heads=8, head_dim=128, causal=0, dtype="bf16")
-        for seqlen in (16, 32, 64):
+        for seqlen in (16, 32, 64, 128, 256):
             yield "short", base | dict(seqlen=seqlen)
-        for seqlen in (512, 1024, 4096):
+        for seqlen in (512, 1024, 2048, 4096):
             yield "d128", base | dict(seqlen=seqlen)
         yield "causal", base | dict(seqlen=4096, causal=1)
         yield "d64", base | dict(seqlen=4096, head_dim=64)
