@@ -42,51 +42,53 @@ struct ByteWeights {
   bool held[4];   // whether bytes hold the weights of the row
 };
 
+/// Keys of quad q, in the order of its bytes, are q + 0, 32, 16 and 48: lanes of four vectors of
+/// weights, so that cutting them moves nothing between lanes.
+constexpr std::int64_t kQuadKeys[4] = {0, 32, 16, 48};
+
 /// Cuts weights [key][4]. Bytes do not hold those of a row where one is negative or not finite, or
 /// where all are next to nothing.
 HWY_INLINE void cut_weights(const float* HWY_RESTRICT p, ByteWeights& out) {
   const D d;
-  const DI di;
-  const hn::Rebind<std::uint8_t, D> narrow;
-  V top = hn::Zero(d);
-  auto good = hn::Eq(top, top);
+  const DU du;
+  // as integers, what is negative or not finite lies above all the rest
+  auto top = hn::Zero(du);
   for (std::int64_t i = 0; i < 4 * kTile; i += kLanes) {
-    const V x = hn::Load(d, p + i);
-    good = hn::And(good, hn::And(hn::Ge(x, hn::Zero(d)), hn::Lt(x, hn::Set(d, 1e30f))));
-    top = hn::Max(top, x);
+    top = hn::Max(top, hn::BitCast(du, hn::Load(d, p + i)));
   }
-  constexpr float kLargest = 65535, kLeast = 1e-30f;
+  top = hn::Max(top, hn::SwapAdjacentBlocks(top));
+  if constexpr (kLanes == 16) {
+    top = hn::Max(top, hn::ConcatLowerUpper(du, top, top));
+  }
+  constexpr float kLargest = 65535, kLeast = 1e-30f, kMost = 1e30f;
+  const V largest = hn::BitCast(d, top);
+  const auto some =
+      hn::And(hn::Ge(largest, hn::Set(d, kLeast)), hn::Lt(largest, hn::Set(d, kMost)));
+  const V inverse = hn::IfThenElseZero(some, hn::Div(hn::Set(d, kLargest), largest));
   alignas(64) float lanes[kLanes];
-  alignas(64) float inverse[kLanes];
-  hn::Store(hn::IfThenElse(good, top, hn::Set(d, HUGE_VALF)), d, lanes);
+  alignas(64) float units[kLanes];
+  hn::Store(largest, d, lanes);
+  hn::Store(hn::IfThenElseZero(some, hn::Mul(largest, hn::Set(d, 1 / kLargest))), d, units);
   for (std::int64_t r = 0; r < 4; ++r) {
-    float largest = 0;
-    for (std::int64_t i = r; i < kLanes; i += 4) {
-      largest = std::max(largest, lanes[i]);
-    }
-    out.held[r] = largest == 0 || (kLeast <= largest && largest < HUGE_VALF);
-    const bool some = out.held[r] && largest != 0;
-    out.unit[r] = some ? largest / kLargest : 0.0f;
-    for (std::int64_t i = r; i < kLanes; i += 4) {
-      inverse[i] = some ? kLargest / largest : 0.0f;
-    }
+    out.unit[r] = units[r];
+    out.held[r] = units[r] != 0 || lanes[r] == 0;
   }
-  alignas(64) std::uint8_t bytes[2][4 * kTile];  // [digit][key][4]
-  const V factor = hn::Load(d, inverse);
-  for (std::int64_t i = 0; i < 4 * kTile; i += kLanes) {
-    const auto q = hn::NearestInt(hn::Mul(hn::Load(d, p + i), factor));
-    hn::Store(hn::DemoteTo(narrow, hn::And(q, hn::Set(di, 255))), narrow, bytes[0] + i);
-    hn::Store(hn::DemoteTo(narrow, hn::ShiftRight<8>(q)), narrow, bytes[1] + i);
-  }
-  const hn::FixedTag<std::uint8_t, 16> block;
-  alignas(16) static constexpr std::uint8_t kByRow[16] = {0, 4, 8,  12, 1, 5, 9,  13,
-                                                          2, 6, 10, 14, 3, 7, 11, 15};
-  const auto by_row = hn::Load(block, kByRow);
-  for (std::int64_t digit = 0; digit < 2; ++digit) {
-    for (std::int64_t quad = 0; quad < kQuads; ++quad) {
-      hn::Store(hn::TableLookupBytes(hn::Load(block, bytes[digit] + 16 * quad), by_row), block,
-                reinterpret_cast<std::uint8_t*>(out.digits[digit][quad]));
-    }
+  constexpr std::int64_t kApart = 16 * 4;  // floats from a key to the 16th after it
+  for (std::int64_t i = 0; i < kApart; i += kLanes) {
+    const auto cut = [&](std::int64_t key) {  // 16 bits, below the bits of 2^23
+      const V x = hn::Load(d, p + i + 4 * key);
+      return hn::BitCast(du, hn::MulAdd(x, inverse, hn::Set(d, 8388608.0f)));
+    };
+    const auto pair = [&](std::int64_t first, std::int64_t second) {
+      return hn::Or(hn::And(cut(first), hn::Set(du, 0xffffu)), hn::ShiftLeft<16>(cut(second)));
+    };
+    const auto a = pair(0, 16);
+    const auto b = pair(32, 48);
+    const auto low = hn::Set(du, 0x00ff00ffu);
+    hn::Store(hn::Or(hn::And(a, low), hn::ShiftLeft<8>(hn::And(b, low))), du,
+              &out.digits[0][0][0] + i);
+    hn::Store(hn::Or(hn::And(hn::ShiftRight<8>(a), low), hn::AndNot(low, b)), du,
+              &out.digits[1][0][0] + i);
   }
 }
 
@@ -199,7 +201,7 @@ HWY_INLINE void values_in_bytes(const Rows<DType::int8>& values, const float* p,
       const std::int8_t* row[4];
       RAFTER_UNROLL
       for (int i = 0; i < 4; ++i) {
-        row[i] = values[4 * quad + i] + c;
+        row[i] = values[quad + kQuadKeys[i]] + c;
       }
       interleave_quad(row, scratch + quad * 4 * kByteColumns);
     }
