@@ -39,6 +39,7 @@ constexpr forward_bf16::Functions kAmx = forward_bf16::kFunctions<Amx, kSchedule
 constexpr forward_bf16::Functions kBoth = kAmx<{}>;
 constexpr forward_bf16::Functions kApart = kAmx<{.interleave = false}>;
 constexpr forward_bf16::Functions kNoPrefetch = kAmx<{.prefetch = false}>;
+constexpr forward_bf16::Functions kWhole = kAmx<{.most_parts = 1}>;
 template <backward_bf16::Schedule kSchedule>
 constexpr backward_bf16::Functions kBackward = backward_bf16::kFunctions<Amx, kSchedule>;
 constexpr backward_bf16::Functions kBackwardBoth = kBackward<{}>;
@@ -111,6 +112,7 @@ std::vector<Variant> forward_variants() {
       of_forward("as shipped", kBoth, {}),
       of_forward("softmax before products", kApart, {}),
       of_forward("no prefetch", kNoPrefetch, {}),
+      of_forward("columns as a whole", kWhole, {}),
       of_forward("128 keys", kBoth, {.chunk = 128}),
       of_forward("256 keys", kBoth, {.chunk = 256}),
       of_forward("128 queries", kBoth, {.lanes = 128}),

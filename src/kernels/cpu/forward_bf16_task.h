@@ -93,15 +93,24 @@ class Worker {
  private:
   using F = typename M::F;
 
-  /// PV of one pair of panels and one chunk, done column block by column block.
+  /// PV of one pair of panels and one chunk: column block by column block, each in `parts` along
+  /// the keys, so that every block of scores has as much of it beside it. Between its parts a
+  /// column block of O lies in the L1.
   struct Job {
     Chunk chunk;
     std::int64_t begin = 0;  // first key of the chunk
     std::int64_t pair = 0;
     const std::uint16_t* p = nullptr;
-    std::int64_t first = 0, last = 0;      // blocks of the chunk
-    std::int64_t column = 0, columns = 0;  // blocks of 32: done, and in all
-    bool adds = false;                     // to what O holds
+    std::int64_t first = 0, last = 0;  // blocks of the chunk
+    std::int64_t parts = 1;
+    std::int64_t unit = 0, units = 0;  // parts of column blocks: done, and in all
+    bool adds = false;                 // to what O holds
+
+    /// Blocks of keys before part `part` of a column block, and of all parts before a unit.
+    std::int64_t before(std::int64_t part) const { return (last - first) * part / parts; }
+    std::int64_t steps_to(std::int64_t end) const {
+      return end / parts * (last - first) + before(end % parts);
+    }
   };
 
   bool packs_itself() const { return layout_.packed_blocks == 0; }
@@ -152,14 +161,17 @@ class Worker {
     before_ = current_;
     slot_ = 1 - slot_;
     Pair& pair = pair_[now.pair];
+    const std::int64_t parts =
+        std::clamp<std::int64_t>((now.last - now.block) / columns(), 1, kSchedule.most_parts);
     current_ = {.chunk = chunk_at(now.begin),
                 .begin = now.begin,
                 .pair = now.pair,
                 .p = p_ + slot_ * kBlock * layout_.chunk,
                 .first = now.block,
                 .last = now.last,
-                .column = 0,
-                .columns = columns(),
+                .parts = parts,
+                .unit = 0,
+                .units = columns() * parts,
                 .adds = pair.written};
     pair.written = true;
     opened_ = now.block;
@@ -207,20 +219,22 @@ class Worker {
         {k, q, q + panel, layout_.depth / tiles::kBf16Depth, s, s + kBlock * kPanel}, slice);
   }
 
-  /// PV of the columns up to `end`.
+  /// PV up to unit `end`.
   template <typename Slice>
   [[gnu::always_inline]] void multiply_values(Job& job, std::int64_t end, const Slice& slice) {
-    for (; job.column < end; ++job.column) {
-      const std::int64_t at = (job.column * job.chunk.blocks + job.first) * 2 * kTileElements;
-      const std::uint16_t* const p = job.p + job.first * kTileElements;
-      const std::int64_t column = job.column * kBlock * kPanel;
+    for (; job.unit < end; ++job.unit) {
+      const std::int64_t part = job.unit % job.parts;
+      const std::int64_t from = job.first + job.before(part);
+      const std::int64_t at = (job.unit / job.parts * job.chunk.blocks + from) * 2 * kTileElements;
+      const std::uint16_t* const p = job.p + from * kTileElements;
+      const std::int64_t column = job.unit / job.parts * kBlock * kPanel;
       const Product product = {job.chunk.v + at,
                                p,
                                p + kPanel * layout_.chunk,
-                               job.last - job.first,
+                               job.before(part + 1) - job.before(part),
                                o_of(2 * job.pair) + column,
                                o_of(2 * job.pair + 1) + column};
-      if (job.adds) {
+      if (job.adds || part > 0) {
         M::template product<true>(product, slice);
       } else {
         M::template product<false>(product, slice);
@@ -229,10 +243,10 @@ class Worker {
   }
 
   void finish(Job& job) {
-    if (job.column == job.columns) {
+    if (job.unit == job.units) {
       return;
     }
-    multiply_values(job, job.columns, [] {});
+    multiply_values(job, job.units, [] {});
     add_not_finite(job);
   }
 
@@ -321,8 +335,8 @@ class Worker {
     }
   }
 
-  /// Softmax of the block `now`, beside the scores of the block `ahead` and some columns of the PV
-  /// that waits.
+  /// Softmax of the block `now`, beside the scores of the block `ahead` and a part of the PV that
+  /// waits.
   void step(const Walk& now, const Walk* ahead) {
     float* const s = s_ + side_ * 2 * kBlock * kPanel;
     side_ = 1 - side_;
@@ -349,11 +363,11 @@ class Worker {
                                     .odd0 = zero,
                                     .even1 = zero,
                                     .odd1 = zero};
-    // the last block of the pair takes the last columns
-    const std::int64_t due = std::max(
-        before_.column, before_.columns * (now.block - opened_ + 1) / (now.last - opened_));
+    // the last block of the pair takes the last of them
+    const std::int64_t due =
+        std::max(before_.unit, before_.units * (now.block - opened_ + 1) / (now.last - opened_));
     const std::int64_t quarters = (ahead != nullptr ? layout_.depth / tiles::kBf16Depth : 0) +
-                                  (due - before_.column) * (before_.last - before_.first);
+                                  before_.steps_to(due) - before_.steps_to(before_.unit);
     std::int64_t each = 0;
     if (kSchedule.interleave) {
       each = base::div_up(kBlock / 2, std::max<std::int64_t>(1, quarters));
@@ -368,9 +382,9 @@ class Worker {
     if (ahead != nullptr) {
       multiply_scores(*ahead, next, slice);
     }
-    if (before_.column < due) {
+    if (before_.unit < due) {
       multiply_values(before_, due, slice);
-      if (before_.column == before_.columns) {
+      if (before_.unit == before_.units) {
         add_not_finite(before_);
       }
     }
