@@ -173,7 +173,8 @@ inline double logits_error(const TransformerSession& session, const TransformerO
   double errors = 0, squares = 0;
   std::size_t at = 0;
   for (const std::vector<std::int32_t>& text : texts) {
-    for (const double wanted : oracle.logits(text).back()) {
+    const std::vector<std::vector<double>> of_text = oracle.logits(text);
+    for (const double wanted : of_text.back()) {
       const double error = logits.at(at++) - wanted;
       errors += error * error;
       squares += wanted * wanted;
