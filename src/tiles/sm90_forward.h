@@ -18,10 +18,16 @@ struct Sm90ForwardRow {
   bool queries_in_registers = false;  // Q is read from shared memory once, not once per key tile
   bool store_by_copy = false;         // O leaves through shared memory and the copy engine
   int q_slots = 1;                    // query tiles of a warpgroup in shared memory
+  // The first product of a query tile sets O in place of being added to zeros, and a step into the
+  // next query tile does not wait anew for keys and values that were seen.
+  bool sets_outputs = false;
   bool runs_on = false;     // the next query tile begins under the last products of this one
   bool ordered = true;      // warpgroups take turns at issuing matmuls; which pays was measured
   bool idles = false;       // a warpgroup without queries in a tile computes nothing
   bool own_ranges = false;  // each warpgroup walks the keys that its own queries see: for masks
+  // One loop for edges and interior, and the next query tile begins across key tiles of others too:
+  // less code and fewer beginnings, for sequences of few key tiles.
+  bool is_short = false;
 
   constexpr int tile_q() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -50,7 +56,8 @@ struct Sm90ForwardRow {
            128 * (producer_registers + warpgroups * consumer_registers) <= held &&
            fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
            producer_registers % 8 == 0 && (!runs_on || queries_in_registers || q_slots > 1) &&
-           !(own_ranges && ordered) && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
+           !(own_ranges && ordered) && (!is_short || (own_ranges && runs_on)) &&
+           tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
   }
 };
 
@@ -72,6 +79,23 @@ constexpr Sm90ForwardRow with_own_ranges(Sm90ForwardRow row) {
   row.own_ranges = true;
   return row;
 }
+/// For masks over at most this many keys; up to the queries of one tile of the other row, that one
+/// is faster.
+inline constexpr int kSm90ForwardShortKeys = 1024;
+inline constexpr int kSm90ForwardShortQueries = kSm90ForwardRow64.tile_q() + 1;
+inline constexpr Sm90ForwardRow kSm90ForwardRow64Short = {.head_dim = 64,
+                                                          .head_dim_v = 64,
+                                                          .warpgroups = 4,
+                                                          .tile_kv = 64,
+                                                          .stages = 8,
+                                                          .producer_registers = 32,
+                                                          .consumer_registers = 112,
+                                                          .store_by_copy = true,
+                                                          .q_slots = 2,
+                                                          .runs_on = true,
+                                                          .ordered = false,
+                                                          .own_ranges = true,
+                                                          .is_short = true};
 inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
     kSm90ForwardRow64,
     {.head_dim = 128,
@@ -83,6 +107,7 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .consumer_registers = 232,
      .queries_in_registers = true,
      .store_by_copy = true,
+     .sets_outputs = true,
      .runs_on = true,
      .ordered = false},
     {.head_dim = 192,
@@ -100,6 +125,7 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .producer_registers = 40,
      .consumer_registers = 232},
     with_own_ranges(kSm90ForwardRow64),
+    kSm90ForwardRow64Short,
 };
 inline constexpr int kSm90ForwardRowCount = sizeof(kSm90ForwardRows) / sizeof(kSm90ForwardRows[0]);
 
@@ -114,23 +140,24 @@ constexpr bool every_sm90_forward_row_fits() {
 static_assert(every_sm90_forward_row_fits());
 
 /// The row for both head dimensions, or −1: the first that holds them; masked: one of the same
-/// tiles with ranges of their own, where there is one.
-constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, bool masked) {
+/// head dimensions with ranges of their own, where there is one; of those, for short sequences, the
+/// one for them.
+constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, bool masked,
+                                   bool is_short) {
+  int found = -1;
   for (int i = 0; i < kSm90ForwardRowCount; ++i) {
     const Sm90ForwardRow& row = kSm90ForwardRows[i];
-    if (head_dim > row.head_dim || head_dim_v > row.head_dim_v) {
-      continue;
-    }
-    for (int own = 0; masked && own < kSm90ForwardRowCount; ++own) {
-      const Sm90ForwardRow& other = kSm90ForwardRows[own];
-      if (other.own_ranges && other.head_dim == row.head_dim &&
-          other.head_dim_v == row.head_dim_v) {
-        return own;
+    if (found < 0) {
+      if (head_dim <= row.head_dim && head_dim_v <= row.head_dim_v) {
+        found = i;
       }
+    } else if (masked && row.own_ranges && (is_short || !row.is_short) &&
+               row.head_dim == kSm90ForwardRows[found].head_dim &&
+               row.head_dim_v == kSm90ForwardRows[found].head_dim_v) {
+      found = i;
     }
-    return i;
   }
-  return -1;
+  return found;
 }
 
 }  // namespace rafter::tiles

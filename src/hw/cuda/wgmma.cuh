@@ -46,6 +46,7 @@ __device__ inline void keep_in_place(std::uint32_t (&registers)[kCount]) {
 ///                       kAdd false: D = A B
 ///   registers_k_major(d, a, b)  A from registers, B K-major; kAdd as above
 ///   registers(d, a, b)  A from registers, B MN-major in shared memory; D += A B
+///   registers_or_set(d, a, b, add)  the same; D = A B, whatever D held, where `add` is false
 template <DType kDType, int kN>
 struct Mma;
 
@@ -101,6 +102,17 @@ struct Mma;
                                         ", p, 1, 1, 0;\n}"                                         \
                    : RAFTER_ACC##count                                                             \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAdd ? 1 : 0)                 \
+                   : "memory");                                                                    \
+    }                                                                                              \
+    __device__ static void registers_or_set(float (&d)[count], std::uint32_t a0, std::uint32_t a1, \
+                                            std::uint32_t a2, std::uint32_t a3, std::uint64_t b,   \
+                                            bool add) {                                            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5                                        \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type         \
+                   " {" RAFTER_D##count "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4       \
+                                        ", p, 1, 1, 1;\n}"                                         \
+                   : RAFTER_ACC##count                                                             \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add ? 1 : 0)                  \
                    : "memory");                                                                    \
     }                                                                                              \
     __device__ static void registers(float (&d)[count], std::uint32_t a0, std::uint32_t a1,        \

@@ -27,16 +27,24 @@ using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
     {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
      cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>,
-     cuda::launch_forward_sm90<DType::bf16, 4>},
+     cuda::launch_forward_sm90<DType::bf16, 4>, cuda::launch_forward_sm90<DType::bf16, 5>},
     {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
      cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>,
-     cuda::launch_forward_sm90<DType::f16, 4>},
+     cuda::launch_forward_sm90<DType::f16, 4>, cuda::launch_forward_sm90<DType::f16, 5>},
 }};
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+/// Every sequence is as long as the problem says. Where they differ, short ones take the row of the
+/// longest: what is computed of a sequence must not depend on its neighbours.
+bool is_short(const AttentionProblem& p) {
+  return p.layout == Layout::dense && !p.seqused_kv &&
+         p.seqlen_q >= tiles::kSm90ForwardShortQueries &&
+         p.seqlen_kv <= tiles::kSm90ForwardShortKeys;
+}
+
 int row_of(const AttentionProblem& p) {
-  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none());
+  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none(), is_short(p));
 }
 
 /// Query tiles of the problem, at most.
@@ -69,10 +77,19 @@ bool tiles_differ(const AttentionProblem& p) {
   return !p.mask.is_none() || p.layout == Layout::packed || p.seqused_kv;
 }
 
+/// Warpgroups without queries idle in the last query tile of each head, which is a good part of the
+/// work. Dealt, it would always fall to the same CTAs: the heads in flight are as many tiles as
+/// SMs.
+bool last_tile_is_short(const AttentionProblem& p) {
+  constexpr std::int64_t kFewBlocks = 32;
+  const tiles::Sm90ForwardRow& row = kSm90ForwardRows[row_of(p)];
+  return row.idles && p.seqlen_q % row.tile_q() != 0 && p.seqlen_q <= kFewBlocks * row.tile_q();
+}
+
 /// CTAs draw tiles that differ from a counter, save where each has no more than one: a workspace
 /// and its clearing would then take longer than the kernel gains.
 bool draws_tiles(const AttentionProblem& p, int sms) {
-  return tiles_differ(p) && tiles_of(p) > sms;
+  return (tiles_differ(p) || last_tile_is_short(p)) && tiles_of(p) > sms;
 }
 
 std::int64_t workspace(const KernelProblem& problem) {

@@ -295,14 +295,19 @@ struct Forward {
     wgmma_commit();
   }
 
-  /// O += P V, issued and committed, not awaited. v: low half.
+  /// O += P V, or O = P V where `add` is false: issued and committed, not awaited. v: low half.
   __device__ static void issue_outputs(float (&o)[kOutputs], const std::uint32_t (&p)[kScores / 2],
-                                       std::uint32_t v) {
+                                       std::uint32_t v, bool add) {
+    using Product = Mma<kDType, kDv>;
+    if constexpr (kShape.sets_outputs) {
+      Product::registers_or_set(o, p[0], p[1], p[2], p[3], with_high_half(kMnMajor, v), add);
+    } else {
+      Product::registers(o, p[0], p[1], p[2], p[3], with_high_half(kMnMajor, v));
+    }
 #pragma unroll
-    for (int step = 0; step < kTileKv / 16; ++step) {
-      Mma<kDType, kDv>::registers(
-          o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-          with_high_half(kMnMajor, v + tiles::mn_major_step_bytes(step) / 16));
+    for (int step = 1; step < kTileKv / 16; ++step) {
+      Product::registers(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                         with_high_half(kMnMajor, v + tiles::mn_major_step_bytes(step) / 16));
     }
     wgmma_commit();
   }
@@ -457,6 +462,17 @@ struct Forward {
     RowState rows;
     int j;  // key tile that S is of
     std::uint32_t k, v;
+    bool adds = true;  // the next product is added to O, else it sets O
+    const auto begin_outputs = [&] {
+      if constexpr (kShape.sets_outputs) {
+        adds = false;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) {
+          o[i] = 0;
+        }
+      }
+    };
     const auto finish_edge = [&] {
       const TileWork& work = control.plan(t);
       if (params.transform) [[unlikely]] {
@@ -496,19 +512,13 @@ struct Forward {
                                          1 + kWarpgroups + warpgroup);
       }
     };
-    const auto clear_outputs = [&] {
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) {
-        o[i] = 0;
-      }
-    };
     // S of the first key tile of query tile t, by itself.
     const auto begin = [&] {
       load_q();
       await_keys(n);
       wgmma_fence();
       issue_scores(s, q, low_half(kKMajor, shared.k_of(n % kStages)));
-      clear_outputs();
+      begin_outputs();
       wgmma_wait<0>();
       keep_in_place(s);
       release(control.k_empty[n % kStages]);
@@ -521,22 +531,23 @@ struct Forward {
     };
     bool begins = true;  // with query tile t, not by a step out of the one before
     bool ready = false;  // K and V of the next step were seen to have arrived
-    // S of key tile n + 1 and O += P V of key tile n.
+    // S of the next key tile and O += P V of key tile n.
     const auto issue = [&] {
       take_turn(warpgroup);
       wgmma_fence();
       issue_scores(s, q, k);
-      issue_outputs(o, p, v);
+      issue_outputs(o, p, v, adds);
+      adds = true;
       hand_on(warpgroup);
     };
-    // P of those S under that product.
-    const auto finish_scores = [&] {
+    // P of those S, of key tile m, under that product.
+    const auto finish_scores = [&](std::uint32_t m) {
       softmax(s, rows, params.scale_log2);
       keep_in_place(s);
-      release_after(control.k_empty[(n + 1) % kStages], rows.sum[0] + rows.sum[1]);
-      k = low_half(kKMajor, shared.k_of((n + 2) % kStages));
-      v = low_half(kMnMajor, shared.v_of((n + 1) % kStages));
-      ready = keys_ready(n + 2) & values_ready(n + 1);  // both are asked: no branch
+      release_after(control.k_empty[m % kStages], rows.sum[0] + rows.sum[1]);
+      k = low_half(kKMajor, shared.k_of((m + 1) % kStages));
+      v = low_half(kMnMajor, shared.v_of(m % kStages));
+      ready = keys_ready(m + 1) & values_ready(m);  // both are asked: no branch
       wgmma_wait<0>();
       keep_in_place(o);
       release(control.v_empty[n % kStages]);
@@ -557,27 +568,40 @@ struct Forward {
         issue();
         wgmma_wait<1>();
         keep_in_place(s);
-        if constexpr (edge) {
+        if constexpr (kShape.is_short) {
+          const int2 interior = control.plan(t).interior[warpgroup];
+          if (j < interior.x || j >= interior.y) [[unlikely]] {
+            finish_edge();
+          }
+        } else if constexpr (edge) {
           finish_edge();
         }
-        finish_scores();
+        finish_scores(n + 1);
         rescale_outputs(o, rows);
         ++n;
       };
       --j;
       const PlannedTile<kWarpgroups>& walked = control.plan(t);
+      if constexpr (kShape.is_short) {
+        const int last = walked_by(walked, warpgroup).x;
 #pragma unroll 1
-      while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
-        const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
-                                                               : walked.interior[warpgroup].y;
-#pragma unroll 1
-        for (; j >= edges_end; --j) {
+        for (; j >= last; --j) {
           step(std::true_type{});
         }
-        const int interior_end = walked.interior[warpgroup].x;
+      } else {
 #pragma unroll 1
-        for (; j >= interior_end; --j) {
-          step(std::false_type{});
+        while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
+          const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
+                                                                 : walked.interior[warpgroup].y;
+#pragma unroll 1
+          for (; j >= edges_end; --j) {
+            step(std::true_type{});
+          }
+          const int interior_end = walked.interior[warpgroup].x;
+#pragma unroll 1
+          for (; j >= interior_end; --j) {
+            step(std::false_type{});
+          }
         }
       }
       if constexpr (!kShape.queries_in_registers) {
@@ -591,35 +615,50 @@ struct Forward {
         control.await_plan(t + 1);
         const PlannedTile<kWarpgroups>& next = control.plan(t + 1);
         bool follows = !next.is_empty() && !idles(next, warpgroup);
-        if constexpr (kShape.own_ranges) {  // no key tile lies between that is for others
+        std::uint32_t next_n = n + 1;  // the first key tile of the next query tile
+        if constexpr (kShape.own_ranges) {
+          // Key tiles that lie between are for others. While V of this one holds its slot, those
+          // that are passed over must fit the rest.
           const int2 keys = next.own[warpgroup];
-          follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
+          if constexpr (kShape.is_short) {
+            next_n = passed.first + static_cast<std::uint32_t>(next.range.y - keys.y);
+            follows = keys.x < keys.y && next_n - (n + 1) <= kStages - 2u;
+          } else {
+            follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
+          }
         }
         if (follows) {
           // A step into the next query tile.
           ++t;
           barrier_wait(shared_address(&control.q_full[warpgroup][t % kSlots]), t / kSlots % 2);
           load_q();
-          await_keys(n + 1);
-          await_values(n);
+          if constexpr (kShape.is_short) {
+            Passed between{n + 1, 0};
+            pass_over(control, between, next_n);
+            k = low_half(kKMajor, shared.k_of(next_n % kStages));
+          }
+          if (!kShape.sets_outputs || !ready) {
+            await_keys(next_n);
+            await_values(n);
+          }
           issue();
           Store::finish_rows(params, control.plan(t - 1), warpgroup, rows, inverse);
           wgmma_wait<1>();
           keep_in_place(s);
           begin_rows();
-          finish_scores();
+          finish_scores(next_n);
           Store::store(params, shared.o_of(warpgroup),
                        Store::place_of(params, control.plan(t - 1), warpgroup), o, inverse);
           release(control.plan_empty[(t - 1) % Control::kPlans]);
-          clear_outputs();
-          ++n;
+          begin_outputs();
+          n = next_n;
           clear_foreign(n);
           continue;
         }
       }
       await_values(n);
       wgmma_fence();
-      issue_outputs(o, p, v);
+      issue_outputs(o, p, v, adds);
       Store::finish_rows(params, control.plan(t), warpgroup, rows, inverse);
       wgmma_wait<0>();
       keep_in_place(o);

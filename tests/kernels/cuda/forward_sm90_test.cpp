@@ -528,6 +528,11 @@ std::vector<Case> cases() {
   add("many_tiles", shape(5, 40, 8, 200, 140, 64));
   add("many_tiles_causal", shape(5, 28, 4, 400, 330, 64, causal));
   add("many_tiles_window", shape(5, 28, 4, 400, 400, 64, Mask::window(70, 150)));
+  // The same beyond the keys of the row for short sequences, and at its last.
+  add("many_tiles_causal_1100", shape(2, 40, 4, 400, 1100, 64, causal));
+  add("many_tiles_window_1100", shape(2, 40, 4, 400, 1100, 64, Mask::window(70, 150)));
+  add("many_tiles_causal_1024", shape(1, 40, 4, 1024, 1024, 64, causal));
+  add("many_tiles_narrow_1024", shape(1, 40, 4, 1024, 1024, 64, Mask::window(3, 0)));
   for (const std::int64_t d : {8, 24, 40, 56, 72, 80, 96, 104, 120, 136, 160, 192, 224}) {
     add("head_dim_" + std::to_string(d), shape(1, 2, 1, 150, 200, d, causal));
   }
@@ -580,6 +585,21 @@ TEST(ForwardSm90, ASequenceHasTheSameBitsAloneAndAmongOthers) {
     const std::vector<float> all = among.kernel().o, one = alone.kernel().o;
     const std::int64_t row = 4 * 128;
     EXPECT_TRUE(std::equal(one.begin(), one.begin() + 333 * row, all.begin() + begin * row));
+  }
+}
+
+// The same of a dense batch: a CTA takes its query tiles among others, from whichever tile before.
+TEST(ForwardSm90, ADenseSequenceHasTheSameBitsAloneAndInABatch) {
+  RAFTER_NEEDS_SM90();
+  for (const Mask& mask : {Mask::none(), Mask::causal(), Mask::window(90, 10)}) {
+    const Trial among(make_case(shape(20, 16, 4, 520, 520, 64, mask)));
+    const Trial alone(make_case(shape(1, 16, 4, 520, 520, 64, mask)));
+    const std::int64_t begin = 13 * 520;  // of the sequence in the batch
+    alone.q().copy_rows(among.q(), begin, 520);
+    alone.k().copy_rows(among.k(), begin, 520);
+    alone.v().copy_rows(among.v(), begin, 520);
+    const std::vector<float> all = among.kernel().o, one = alone.kernel().o;
+    EXPECT_TRUE(std::equal(one.begin(), one.end(), all.begin() + begin * 16 * 64));
   }
 }
 
