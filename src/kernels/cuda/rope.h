@@ -30,16 +30,18 @@ inline RopeTables rope_tables(const Rope& rope) {
 /// Heads of a token that a thread turns by the angles it has loaded.
 inline constexpr int kTokenHeads = 2;
 
-/// How `wanted` threads of each token are cut into CTAs: small ones where there are few tokens, so
-/// that all SMs load.
+/// The most threads of a CTA. Small ones: all SMs load where there are few tokens, and where there
+/// are many a CTA waits for little before it stores. Of 4096 tokens rope_append took 59 µs with 192
+/// threads and takes 54 with 64.
+inline constexpr unsigned kTokenThreads = 64;
+
+/// How `wanted` threads of each token are cut into CTAs.
 struct TokenShape {
   unsigned blocks = 1, threads = 32;  // of a token; of a CTA
 };
-inline TokenShape token_shape(std::int64_t tokens, unsigned wanted) {
-  constexpr std::int64_t kManyTokens = 512;
-  const unsigned most = tokens < kManyTokens ? 64 : 256;
+inline TokenShape token_shape(unsigned wanted) {
   TokenShape shape;
-  shape.blocks = (wanted + most - 1) / most;
+  shape.blocks = (wanted + kTokenThreads - 1) / kTokenThreads;
   shape.threads = ((wanted + shape.blocks - 1) / shape.blocks + 31) / 32 * 32;
   return shape;
 }

@@ -81,7 +81,7 @@ __device__ Group group_of(const AppendParams& p, int index) {
 
 /// Both halves of rows at once: `columns` threads share two heads, `blocks` CTAs a token.
 template <DType kDType>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kTokenThreads)
     append_token(const __grid_constant__ AppendParams p, unsigned columns, unsigned blocks) {
   let_next_grid_begin();
   wait_for_earlier_grids();
@@ -338,7 +338,7 @@ template <DType kDType>
 Status launch_token(AppendParams params, void* stream) {
   auto columns = static_cast<unsigned>(params.k.head_dim / 2 / kRowWidth);
   params.groups = static_cast<unsigned>(groups_of(params, kTokenHeads));
-  TokenShape shape = token_shape(params.tokens, params.groups * columns);
+  TokenShape shape = token_shape(params.groups * columns);
   void* arguments[] = {&params, &columns, &shape.blocks};
   return launch_early(reinterpret_cast<const void*>(&append_token<kDType>),
                       {.blocks = static_cast<unsigned>(params.tokens) * shape.blocks,

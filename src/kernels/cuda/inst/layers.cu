@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Both halves of two heads of one token: `columns` threads share them, `blocks` CTAs a token.
 template <DType kDType>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTokenThreads)
     rope_token(const __grid_constant__ RopeParams p, unsigned columns, unsigned blocks) {
   take_turn();
   const unsigned token = blockIdx.x / blocks, batch = token / p.count.seqlen;
@@ -418,7 +418,7 @@ Status launch_rope_token(RopeParams params, void* stream) {
   auto columns = static_cast<unsigned>(params.count.size / 2 / kRowWidth);
   const std::int64_t tokens = params.count.rows / params.count.heads;
   const int groups = (params.count.heads + kTokenHeads - 1) / kTokenHeads;
-  TokenShape shape = token_shape(tokens, static_cast<unsigned>(groups) * columns);
+  TokenShape shape = token_shape(static_cast<unsigned>(groups) * columns);
   void* arguments[] = {&params, &columns, &shape.blocks};
   return launch_early(reinterpret_cast<const void*>(&rope_token<kDType>),
                       {.blocks = static_cast<unsigned>(tokens) * shape.blocks,
