@@ -2,11 +2,11 @@
 // fills, warps that multiply, one that adds their sums. Two CTAs fit an SM, so that the ring of the
 // next kernel fills while this one ends; each CTA takes every gridDim-th stripe of 16 rows.
 //   consumers  the first kWarps: one unit (1 KiB of values with their scales) of each stage, two
-//   stages
-//              at a time. `Products` says how
+//              stages at a time, into kSums sums by turns. `Products` says how
 //   producer   the warp behind them: the copy engine brings kWarps units of a stripe to each of
 //              `stages` slots. Where the weight is settled it begins while the kernel before this
-//              one still runs
+//              one still runs. It lets the next begin when kLateBytes are left to ask for: with the
+//              ring of the next filled before, the bus waits while this kernel ends
 //   finisher   the last: adds a stripe's sums of all warps in a fixed order and stores y, while the
 //              consumers go on with the next stripe
 // Barriers: full[s] copies → consumers (bytes), empty[s] consumers → producer (one arrival a warp),
@@ -29,8 +29,9 @@ inline constexpr std::int64_t kMostShared = 232448;  // of a CTA. CUDA C++ progr
 inline constexpr std::int64_t kHalfShared = 233472 / 2 - 1024;  // 1 KiB of each is the system's
 
 constexpr int threads_of(int warps) { return (warps + 2) * 32; }
-constexpr std::int64_t sums_bytes(int warps, std::int64_t m) {
-  return std::int64_t{2} * warps * m * kRows * 4;
+/// Of `sums` partial sums of each row.
+constexpr std::int64_t sums_bytes(int sums, std::int64_t m) {
+  return std::int64_t{2} * sums * m * kRows * 4;
 }
 inline constexpr std::int64_t kBarrierBytes = (2 * kMostStages + 5) * 8 + 24;  // a multiple of 64
 static_assert(kBarrierBytes % 64 == 0);
@@ -38,15 +39,15 @@ constexpr std::int64_t stage_bytes(int warps, const base::PackedShape& s) {
   return warps * s.unit_bytes();
 }
 
-/// Shared memory of a CTA of `warps` consumers whose x takes x_bytes: a half of an SM's, or all of
-/// it where a half would leave too few stages.
+/// Shared memory of a CTA of `warps` consumers with `sums` partial sums in all, whose x takes
+/// x_bytes: a half of an SM's, or all of it where a half would leave too few stages.
 struct Ring {
   std::int64_t stages = 0, shared_bytes = 0;
   bool is_half = false;
 };
-constexpr Ring ring_of(int warps, std::int64_t m, std::int64_t x_bytes,
+constexpr Ring ring_of(int warps, int sums, std::int64_t m, std::int64_t x_bytes,
                        const base::PackedShape& s) {
-  const std::int64_t front = kBarrierBytes + sums_bytes(warps, m) + x_bytes;
+  const std::int64_t front = kBarrierBytes + sums_bytes(sums, m) + x_bytes;
   const std::int64_t stage = stage_bytes(warps, s);
   const bool is_half = front + kGoodStages * stage <= kHalfShared;
   const std::int64_t stages =
@@ -92,11 +93,18 @@ struct Shared {
 
 /// One lane. A stage takes an SM some 250 ns: sizes (divisions in 64 bits) are computed before.
 /// With them in the loop a product of 46 MB took 21 µs where it takes 14.
-template <int kWarps>
+template <typename Products>
 __device__ void bring_weights(const PackedRowsParams& p, const Shared& at) {
+  constexpr int kWarps = Products::kWarps;
   const std::int64_t stripes = p.shape.n / kRows, stripe_bytes = p.shape.stripe_bytes();
   const int units = static_cast<int>(p.shape.stripe_units());
   const int unit_bytes = static_cast<int>(p.shape.unit_bytes());
+  const int late = Products::kLateBytes / static_cast<int>(at.stage_bytes);
+  int left = static_cast<int>((stripes - blockIdx.x + gridDim.x - 1) / gridDim.x) *
+             ((units + kWarps - 1) / kWarps);
+  if (left <= late) {
+    let_next_grid_begin();
+  }
   Turn turn{0, 1};
   for (std::int64_t stripe = blockIdx.x; stripe < stripes; stripe += gridDim.x) {
     const auto* from = static_cast<const std::uint8_t*>(p.weight) + stripe * stripe_bytes;
@@ -107,13 +115,16 @@ __device__ void bring_weights(const PackedRowsParams& p, const Shared& at) {
       bulk_load(at.stage(turn.slot), from, bytes, at.full(turn.slot));
       from += bytes;
       turn.next(p.stages);
+      if (--left == late) {
+        let_next_grid_begin();
+      }
     }
   }
 }
 
-/// The finisher: y of stripe after stripe from the sums of all warps, [2, warps, m, 16 rows]. A
-/// lane has one row of a stripe, whose scale and bias it loads while the sums are awaited.
-template <int kWarps>
+/// The finisher: y of stripe after stripe from all partial sums, [2, sums, m, 16 rows]. A lane has
+/// one row of a stripe, whose scale and bias it loads while the sums are awaited.
+template <int kSums>
 __device__ void finish(const PackedRowsParams& p, const Shared& at, const float* sums, int lane) {
   const std::int64_t stripes = p.shape.n / kRows;
   const int size = p.m * kRows, in_stripe = lane % kRows;
@@ -131,12 +142,12 @@ __device__ void finish(const PackedRowsParams& p, const Shared& at, const float*
             : base::load_scale(p.shape, static_cast<const std::uint8_t*>(p.weight), row, 0);
     const float added = p.bias != nullptr ? element(bias, row) : 0.0f;
     barrier_wait(at.summed(turn.slot), turn.parity);
-    const float* const all = sums + turn.slot * kWarps * size + in_stripe;
+    const float* const all = sums + turn.slot * kSums * size + in_stripe;
     for (int m = lane / kRows; m < p.m; m += 2) {
       float total = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        total += all[w * size + m * kRows];
+      for (int i = 0; i < kSums; ++i) {
+        total += all[i * size + m * kRows];
       }
       store_element(y, m * p.y_stride + row, fmaf(total, scale, added));
     }
@@ -159,7 +170,7 @@ __device__ void consume(const PackedRowsParams& p, const Shared& at, float* sums
   float* const mine = sums + warp * p.m * kRows;
   Turn turn, side{0, 1};
   for (std::int64_t stripe = blockIdx.x; stripe < stripes; stripe += gridDim.x) {
-    float sum[4] = {};
+    float sum[Products::kSums][4] = {};
     for (int u = warp; u - warp < units; u += 2 * kWarps) {
       const int slots[2] = {turn.slot, turn.slot + 1 == p.stages ? 0 : turn.slot + 1};
       const bool two = u - warp + kWarps < units;
@@ -185,7 +196,10 @@ __device__ void consume(const PackedRowsParams& p, const Shared& at, float* sums
       }
     }
     barrier_wait(at.stored(side.slot), side.parity);
-    products.keep(sum, mine + side.slot * kWarps * p.m * kRows, p.m);
+#pragma unroll
+    for (int i = 0; i < Products::kSums; ++i) {
+      products.keep(sum[i], mine + (side.slot * Products::kSums + i) * kWarps * p.m * kRows, p.m);
+    }
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(at.summed(side.slot));
@@ -198,11 +212,12 @@ __device__ void consume(const PackedRowsParams& p, const Shared& at, float* sums
 template <typename Products>
 __device__ void multiply_rows(const PackedRowsParams& p, std::uint8_t* shared) {
   constexpr int kWarps = Products::kWarps, kProducer = kWarps, kFinisher = kWarps + 1;
+  constexpr int kSums = kWarps * Products::kSums;
   auto* const sums = reinterpret_cast<float*>(shared + kBarrierBytes);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   Shared at;
   at.barriers = shared_address(shared);
-  at.x = at.barriers + static_cast<std::uint32_t>(kBarrierBytes + sums_bytes(kWarps, p.m));
+  at.x = at.barriers + static_cast<std::uint32_t>(kBarrierBytes + sums_bytes(kSums, p.m));
   at.stages = at.x + static_cast<std::uint32_t>(Products::x_bytes(p.m, p.shape.k));
   at.stage_bytes = static_cast<std::uint32_t>(stage_bytes(kWarps, p.shape));
   if (thread == 0) {
@@ -218,19 +233,18 @@ __device__ void multiply_rows(const PackedRowsParams& p, std::uint8_t* shared) {
     barrier_init_fence();
   }
   __syncthreads();
-  let_next_grid_begin();
   if (warp == kProducer) {
     if (!p.weight_is_settled) {
       wait_for_earlier_grids();
     }
     if (lane == 0) {
-      bring_weights<kWarps>(p, at);
+      bring_weights<Products>(p, at);
     }
     return;
   }
   wait_for_earlier_grids();
   if (warp == kFinisher) {
-    finish<kWarps>(p, at, sums, lane);
+    finish<kSums>(p, at, sums, lane);
     return;
   }
   Products::bring_x(p, at, thread);

@@ -15,7 +15,8 @@ namespace {
 constexpr int kDigits = 3;
 constexpr int kMostRows = 2;  // three columns of B each, four apart
 constexpr int kUnitCols = 128;
-constexpr int kDigitWarps = 16;
+constexpr int kDigitWarps = 8;
+constexpr int kDigitSums = 2;  // of a warp: the bits of sixteen warps with one
 constexpr int kConsumers = kDigitWarps * 32;
 
 /// Bytes of a plane, one digit of a row: 64 more than a multiple of 128, so that the eight lanes of
@@ -115,7 +116,8 @@ __device__ void take_apart(const Raw<false>& raw, std::uint32_t plane, std::uint
 template <DType kX, int kScales>
 class Digits {
  public:
-  static constexpr int kWarps = kDigitWarps;
+  static constexpr int kWarps = kDigitWarps, kSums = kDigitSums;
+  static constexpr int kLateBytes = 100 * 1024;
   static constexpr int kBytes = base::kUnitBytes + kScales * 32;
 
   static constexpr std::int64_t x_bytes(std::int64_t m, std::int64_t k) {
@@ -162,7 +164,7 @@ class Digits {
   }
 
   template <int kUnits>
-  __device__ void add(const std::uint32_t (&units)[2], int u, float (&sum)[4]) const {
+  __device__ void add(const std::uint32_t (&units)[2], int u, float (&sum)[kSums][4]) const {
     constexpr int kBlocks = 4 / kScales;  // of 32 columns, that share a scale
     constexpr std::int32_t kStart[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
 #pragma unroll
@@ -193,7 +195,7 @@ class Digits {
                                      load_shared_scale(at + 16) * factor};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              sum[i] = fmaf(scales[i / 2], __int_as_float(products[i]) - kMagic, sum[i]);
+              sum[n][i] = fmaf(scales[i / 2], __int_as_float(products[i]) - kMagic, sum[n][i]);
             }
           }
         }
@@ -224,7 +226,7 @@ class Digits {
 };
 
 template <DType kX, int kScales>
-__global__ void __launch_bounds__(threads_of(kDigitWarps), kScales == 1 ? 2 : 1)
+__global__ void __launch_bounds__(threads_of(kDigitWarps), 2)
     packed_digits(const __grid_constant__ PackedRowsParams p) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   multiply_rows<Digits<kX, kScales>>(p, shared);
@@ -237,11 +239,14 @@ const void* kernel_of(std::int64_t group_size) {
                             : reinterpret_cast<const void*>(&packed_digits<kX, 4>);
 }
 
+Ring digits_ring(std::int64_t m, const base::PackedShape& shape) {
+  return ring_of(kDigitWarps, kDigitWarps * kDigitSums, m, digits_bytes(m, shape.k), shape);
+}
+
 }  // namespace
 
 bool packed_digits_takes(std::int64_t m, const base::PackedShape& shape) {
-  return shape.is_int4() && m <= kMostRows &&
-         ring_of(kDigitWarps, m, digits_bytes(m, shape.k), shape).stages >= kFewestStages;
+  return shape.is_int4() && m <= kMostRows && digits_ring(m, shape).stages >= kFewestStages;
 }
 
 Status launch_packed_digits(PackedRowsParams params, void* stream) {
@@ -250,7 +255,7 @@ Status launch_packed_digits(PackedRowsParams params, void* stream) {
     return sms.status();
   }
   const base::PackedShape& shape = params.shape;
-  const Ring ring = ring_of(kDigitWarps, params.m, digits_bytes(params.m, shape.k), shape);
+  const Ring ring = digits_ring(params.m, shape);
   params.stages = static_cast<int>(ring.stages);
   void* arguments[] = {&params};
   const void* const kernel = params.dtype == DType::bf16 ? kernel_of<DType::bf16>(shape.group_size)

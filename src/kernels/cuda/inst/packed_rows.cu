@@ -155,7 +155,8 @@ __device__ void multiply_units(const std::uint32_t (&units)[2], const std::uint3
 template <DType kX, DType kW, int kScales>
 class Pairs {
  public:
-  static constexpr int kWarps = kPairWarps;
+  static constexpr int kWarps = kPairWarps, kSums = 1;
+  static constexpr int kLateBytes = 64 * 1024;
   static constexpr int kBytes = base::kUnitBytes + kScales * 32;
 
   static constexpr std::int64_t x_bytes(std::int64_t m, std::int64_t k) { return m * x_pitch(k); }
@@ -179,10 +180,10 @@ class Pairs {
            lane % 4 * 16) {}
 
   template <int kUnits>
-  __device__ void add(const std::uint32_t (&units)[2], int u, float (&sum)[4]) const {
+  __device__ void add(const std::uint32_t (&units)[2], int u, float (&sum)[kSums][4]) const {
     constexpr int kCols = kW == DType::int4 ? 128 : 64;
     const std::uint32_t of_x[2] = {x_ + u * kCols * 2, x_ + (u + kWarps) * kCols * 2};
-    multiply_units<kX, kW, kScales, kUnits>(units, of_x, lane_, sum);
+    multiply_units<kX, kW, kScales, kUnits>(units, of_x, lane_, sum[0]);
   }
 
   __device__ void keep(const float (&sum)[4], float* sums, int m) const {
@@ -226,11 +227,15 @@ const void* kernel_of(const base::PackedShape& weight) {
   }
 }
 
+Ring pairs_ring(std::int64_t m, const base::PackedShape& shape) {
+  return ring_of(kPairWarps, kPairWarps, m, m * x_pitch(shape.k), shape);
+}
+
 }  // namespace
 
 bool packed_rows_takes(std::int64_t m, const base::PackedShape& shape) {
   return m <= kMostPackedRows && shape.k < (std::int64_t{1} << 20) &&
-         ring_of(kPairWarps, m, m * x_pitch(shape.k), shape).stages >= kFewestStages;
+         pairs_ring(m, shape).stages >= kFewestStages;
 }
 
 Status launch_packed_rows(PackedRowsParams params, void* stream) {
@@ -241,7 +246,7 @@ Status launch_packed_rows(PackedRowsParams params, void* stream) {
   if (!sms) {
     return sms.status();
   }
-  const Ring ring = ring_of(kPairWarps, params.m, params.m * x_pitch(params.shape.k), params.shape);
+  const Ring ring = pairs_ring(params.m, params.shape);
   params.stages = static_cast<int>(ring.stages);
   void* arguments[] = {&params};
   const void* const kernel = params.dtype == DType::bf16 ? kernel_of<DType::bf16>(params.shape)
