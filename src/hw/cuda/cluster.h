@@ -5,8 +5,8 @@
 
 namespace rafter::cuda {
 
-/// As launch(), in clusters of so many blocks, which divide shape.blocks; up to 8 are to be had on
-/// every sm_90 device.
+/// As launch_early() (early.h), in clusters of so many blocks, which divide shape.blocks; up to 8
+/// are to be had on every sm_90 device.
 Status launch_in_clusters(const void* kernel, const LaunchShape& shape, unsigned cluster,
                           void** arguments);
 

@@ -100,7 +100,7 @@ Status launch_early(const void* kernel, const LaunchShape& shape, void** argumen
 
 Status launch_in_clusters(const void* kernel, const LaunchShape& shape, unsigned cluster,
                           void** arguments) {
-  return launch_with(kernel, shape, arguments, false, cluster);
+  return launch_with(kernel, shape, arguments, true, cluster);
 }
 
 Status clear(void* data, std::int64_t bytes, void* stream) {

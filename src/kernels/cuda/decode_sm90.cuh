@@ -10,6 +10,8 @@
 //   load     decode_sm90_load.cuh
 #pragma once
 
+#include "hw/cuda/early.cuh"
+#include "hw/cuda/early.h"
 #include "kernels/cuda/decode_sm90_attend.cuh"
 #include "kernels/cuda/decode_sm90_finish.cuh"
 #include "kernels/cuda/decode_sm90_load.cuh"
@@ -21,6 +23,7 @@ __global__ void __launch_bounds__(
     tiles::kSm90DecodeRows[kWidth][kRow].threads(tiles::kDecodeMostLoadWarps), 1)
     decode_sm90_kernel(const __grid_constant__ DecodeParams params,
                        const __grid_constant__ DecodeMaps maps, bool e4m3) {
+  wait_for_earlier_grids();
   using Shared = DecodeShared<kWidth, kRow>;
   using Load = DecodeLoad<kWidth, kRow>;
   constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
@@ -61,12 +64,13 @@ Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bo
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
   const int load_warps = params.by_box ? 1 : tiles::kDecodeMostLoadWarps;
   void* arguments[] = {const_cast<DecodeParams*>(&params), const_cast<DecodeMaps*>(&maps), &e4m3};
-  return launch(reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kWidth, kRow>),
-                {.blocks = blocks,
-                 .threads = static_cast<unsigned>(kShape.threads(load_warps)),
-                 .shared_bytes = static_cast<unsigned>(kShape.shared_bytes(params.partial_rows)),
-                 .stream = stream},
-                arguments);
+  return launch_early(
+      reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kWidth, kRow>),
+      {.blocks = blocks,
+       .threads = static_cast<unsigned>(kShape.threads(load_warps)),
+       .shared_bytes = static_cast<unsigned>(kShape.shared_bytes(params.partial_rows)),
+       .stream = stream},
+      arguments);
 }
 
 }  // namespace rafter::cuda

@@ -9,6 +9,7 @@
 #include "hw/cuda/cluster.cuh"
 #include "hw/cuda/cluster.h"
 #include "hw/cuda/copies.cuh"
+#include "hw/cuda/early.cuh"
 #include "kernels/cuda/decode_sm90_attend.cuh"
 #include "kernels/cuda/decode_sm90_cluster.h"
 #include "kernels/cuda/decode_sm90_finish.cuh"
@@ -359,6 +360,7 @@ struct DecodeCluster {
 template <DType kDType, int kRow, bool kPaged>
 __global__ void __launch_bounds__(32 * DecodeShared<0, kRow>::kWarps, 1)
     decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
+  wait_for_earlier_grids();
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;  // for the sake of its type
   __shared__ std::uint64_t result_barrier;
