@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(
     tiles::kSm90DecodeRows[kWidth][kRow].threads(tiles::kDecodeMostLoadWarps), 1)
     decode_sm90_kernel(const __grid_constant__ DecodeParams params,
                        const __grid_constant__ DecodeMaps maps, bool e4m3) {
+  let_next_grid_begin();
   wait_for_earlier_grids();
   using Shared = DecodeShared<kWidth, kRow>;
   using Load = DecodeLoad<kWidth, kRow>;

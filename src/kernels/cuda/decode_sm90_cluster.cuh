@@ -360,6 +360,7 @@ struct DecodeCluster {
 template <DType kDType, int kRow, bool kPaged>
 __global__ void __launch_bounds__(32 * DecodeShared<0, kRow>::kWarps, 1)
     decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
+  let_next_grid_begin();
   wait_for_earlier_grids();
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;  // for the sake of its type

@@ -39,20 +39,25 @@ constexpr std::int64_t stage_bytes(int warps, const base::PackedShape& s) {
   return warps * s.unit_bytes();
 }
 
+/// What a CTA may take of an SM's shared memory where it leaves room for another.
+struct Share {
+  std::int64_t most = kHalfShared, least = 0;
+};
+
 /// Shared memory of a CTA of `warps` consumers with `sums` partial sums in all, whose x takes
-/// x_bytes: a half of an SM's, or all of it where a half would leave too few stages.
+/// x_bytes: a share of an SM's, or all of it where that would leave too few stages.
 struct Ring {
   std::int64_t stages = 0, shared_bytes = 0;
-  bool is_half = false;
+  bool is_share = false;
 };
 constexpr Ring ring_of(int warps, int sums, std::int64_t m, std::int64_t x_bytes,
-                       const base::PackedShape& s) {
+                       const base::PackedShape& s, const Share& share = {}) {
   const std::int64_t front = kBarrierBytes + sums_bytes(sums, m) + x_bytes;
   const std::int64_t stage = stage_bytes(warps, s);
-  const bool is_half = front + kGoodStages * stage <= kHalfShared;
+  const bool is_share = front + kGoodStages * stage <= share.most;
   const std::int64_t stages =
-      std::min<std::int64_t>(kMostStages, ((is_half ? kHalfShared : kMostShared) - front) / stage);
-  return {stages, front + stages * stage, is_half};
+      std::min<std::int64_t>(kMostStages, ((is_share ? share.most : kMostShared) - front) / stage);
+  return {stages, std::max(share.least, front + stages * stage), is_share};
 }
 __device__ inline uint4 load_shared(std::uint32_t address) {
   uint4 words;

@@ -239,8 +239,21 @@ const void* kernel_of(std::int64_t group_size) {
                             : reinterpret_cast<const void*>(&packed_digits<kX, 4>);
 }
 
+/// A CTA an SM, and beside it one of the next product: where two of a grid met on an SM, theirs
+/// would be the last stripes. So the products of a model take by turns less than half of an SM,
+/// those that widen (qkv, gate_up), and more, those that do not (o, down): beside one of either
+/// there is room for one of the other and for a small kernel.
+constexpr Share kSmaller{.most = 102 * 1024}, kLarger{.most = 122 * 1024, .least = 116 * 1024};
+constexpr std::int64_t kOfSm = 228 * 1024, kOfSystem = 1024;  // an SM's; of each CTA
+static_assert(2 * (kLarger.least + kOfSystem) > kOfSm);
+static_assert(kSmaller.most + kLarger.most + 3 * kOfSystem < kOfSm);
+constexpr Share share_of(const base::PackedShape& shape) {
+  return shape.n > shape.k ? kSmaller : kLarger;
+}
+
 Ring digits_ring(std::int64_t m, const base::PackedShape& shape) {
-  return ring_of(kDigitWarps, kDigitWarps * kDigitSums, m, digits_bytes(m, shape.k), shape);
+  return ring_of(kDigitWarps, kDigitWarps * kDigitSums, m, digits_bytes(m, shape.k), shape,
+                 share_of(shape));
 }
 
 }  // namespace

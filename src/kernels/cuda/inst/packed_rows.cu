@@ -253,7 +253,7 @@ Status launch_packed_rows(PackedRowsParams params, void* stream) {
                                                          : kernel_of<DType::f16>(params.shape);
   return launch_early(kernel,
                       {.blocks = static_cast<unsigned>(std::min<std::int64_t>(
-                           *sms * (ring.is_half ? 2 : 1), params.shape.n / kRows)),
+                           *sms * (ring.is_share ? 2 : 1), params.shape.n / kRows)),
                        .threads = threads_of(kPairWarps),
                        .shared_bytes = static_cast<unsigned>(ring.shared_bytes),
                        .stream = stream},
