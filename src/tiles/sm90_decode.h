@@ -22,6 +22,9 @@ inline constexpr int kDecodePanelBytes = 128;
 inline constexpr int kDecodeBoxRows = 8;
 /// Units of work that a CTA knows, and how many ahead of the one that is finished.
 inline constexpr int kDecodeUnitRing = 8, kDecodeUnitsAhead = 3;
+/// Where warps have columns of O: columns of an instruction, and units whose queries lie in shared
+/// memory.
+inline constexpr int kDecodeColumns = 16, kDecodeQueryBuffers = 2;
 
 /// One instantiation: widths of the rows of K and V in shared memory, warps, and depth of the ring.
 struct Sm90DecodeRow {
@@ -29,12 +32,13 @@ struct Sm90DecodeRow {
   int element_bytes;  // of K and V
   int warps;          // that attend, each to its own keys (or, with many query rows, its own rows)
   int slots;          // of the ring
+  int most_blocks;    // of 8 query rows
   static constexpr int kAlign = 1024;
 
   /// Keys that the warps take together.
   constexpr int tile_keys() const { return warps * kDecodeBlockKeys; }
-  /// Query rows at most: then all warps take the same keys.
-  constexpr int tile_rows() const { return warps * kDecodeBlockRows; }
+  /// Query rows at most.
+  constexpr int tile_rows() const { return most_blocks * kDecodeBlockRows; }
   constexpr int threads(int load_warps) const {
     return 32 * (warps + kDecodeFinishWarps + load_warps);
   }
@@ -43,10 +47,7 @@ struct Sm90DecodeRow {
   /// From one query row to the next in a slot: eight rows of one column meet eight banks.
   constexpr int query_pitch() const { return 2 * head_dim + 16; }
   /// A slot holds a tile of K or V, or the queries of a unit.
-  constexpr int slot_bytes() const {
-    return std::max(panels() * panel_bytes(),
-                    (tile_rows() * query_pitch() + kAlign - 1) / kAlign * kAlign);
-  }
+  constexpr int slot_bytes() const { return panels() * panel_bytes(); }
   /// Beside each slot: the factors of its rows (8-bit caches), and a word for the 16 keys of each
   /// warp that says which are there (pages).
   constexpr int scale_bytes() const { return element_bytes == 1 ? tile_keys() * 4 : 0; }
@@ -63,21 +64,60 @@ struct Sm90DecodeRow {
   constexpr int shared_bytes(int rows) const {
     return ring_bytes() + exchange_bytes() + results_bytes(rows) + kAlign;
   }
+
+  // Where warps have columns of O (decode_sm90_columns.cuh). Sizes of what follows the ring depend
+  // on the blocks of 8 query rows of a launch.
+
+  /// Beside those that attend there are two warpgroups, of which some warps end at once: registers
+  /// go from warpgroup to warpgroup.
+  constexpr int column_threads() const { return 32 * (warps + 8); }
+  constexpr int column_registers() const { return warps == 8 ? 176 : 232; }
+  constexpr int other_registers() const { return warps == 8 ? 80 : 136; }
+  /// Blocks of query rows at least: 16-bit caches come here with more than 8 rows.
+  constexpr int least_column_blocks() const { return element_bytes == 1 ? 1 : 2; }
+  /// Warps that have columns, and pieces of 16 of them that each has.
+  constexpr int value_warps() const { return std::min(warps, head_dim / kDecodeColumns); }
+  constexpr int pieces() const { return head_dim / kDecodeColumns / value_warps(); }
+  /// Operands of the product with V, of so many products: 256 bytes for 16 keys and 8 rows.
+  constexpr int products() const { return element_bytes == 1 ? 2 : 1; }
+  constexpr int weights_bytes(int blocks) const { return products() * blocks * warps * 256; }
+  /// A number of each row and warp.
+  constexpr int numbers_bytes(int blocks) const {
+    return blocks * kDecodeBlockRows * warps * static_cast<int>(sizeof(float));
+  }
+  constexpr int query_bytes(int blocks) const { return blocks * kDecodeBlockRows * query_pitch(); }
+  /// What a warp has of a part, four numbers a lane; and (maximum, sum) of its rows.
+  constexpr int column_bytes(int blocks) const { return blocks * value_warps() * pieces() * 512; }
+  constexpr int state_bytes(int blocks) const { return blocks * value_warps() * 64; }
+  /// Behind the ring: operands, maxima of tiles, sums, running maxima, then queries.
+  constexpr int queries_at(int blocks) const {
+    return ring_bytes() + weights_bytes(blocks) + 3 * numbers_bytes(blocks);
+  }
+  /// With queries of two units, and what follows from the parts of a head so far.
+  constexpr int column_shared_bytes(int blocks) const {
+    return queries_at(blocks) + kDecodeQueryBuffers * query_bytes(blocks) + column_bytes(blocks) +
+           state_bytes(blocks) + kAlign;
+  }
 };
 
 inline constexpr int kSm90DecodeRowCount = 3;
 inline constexpr Sm90DecodeRow kSm90DecodeRows[2][kSm90DecodeRowCount] = {
     // 128 KiB in flight on an SM, which has one CTA; beyond that fences and instructions wait
     // longer
-    {{64, 2, 8, 8}, {128, 2, 8, 4}, {256, 2, 4, 4}},
+    {{64, 2, 8, 8, 8}, {128, 2, 8, 4, 8}, {256, 2, 4, 4, 4}},
     // 8-bit caches
-    {{64, 1, 8, 8}, {128, 1, 8, 8}, {256, 1, 4, 8}},
+    {{64, 1, 8, 8, 4}, {128, 1, 8, 8, 4}, {256, 1, 4, 8, 4}},
 };
 inline constexpr int kDecodeMostSlots = 8;
 constexpr bool sm90_decode_rows_fit() {
+  constexpr int kMost = 226 * 1024;
   for (const auto& rows : kSm90DecodeRows) {
     for (const Sm90DecodeRow& row : rows) {
-      if (row.slots > kDecodeMostSlots || row.shared_bytes(row.tile_rows()) > 227 * 1024) {
+      if (row.slots > kDecodeMostSlots || row.column_shared_bytes(row.most_blocks) > kMost) {
+        return false;
+      }
+      if (row.element_bytes == 2 && (row.shared_bytes(row.tile_rows()) > kMost ||
+                                     row.query_bytes(row.most_blocks) > row.slot_bytes())) {
         return false;
       }
     }
@@ -90,6 +130,13 @@ static_assert(sm90_decode_rows_fit());
 constexpr int sm90_decode_row_for(std::int64_t head_dim, std::int64_t head_dim_v) {
   const std::int64_t widest = std::max(head_dim, head_dim_v);
   return widest <= 64 ? 0 : widest <= 128 ? 1 : widest <= 256 ? 2 : -1;
+}
+
+/// Warps of 16-bit caches have keys and all columns of O where a KV head has few query heads, else
+/// columns and all keys, as those of 8-bit caches. Which is a matter of the model, not of lengths:
+/// it decides bits.
+constexpr bool sm90_decode_by_columns(int element_bytes, std::int64_t group) {
+  return element_bytes == 1 || group > kDecodeBlockRows;
 }
 
 /// SMs of an H100 or H200. Not asked of the device: how a sequence is cut decides its bits.

@@ -2,6 +2,7 @@
 // of its own, and all of them run at once. How keys are cut is as everywhere (sm90_decode.h).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tiles/sm90_decode.h"
@@ -39,6 +40,26 @@ constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts,
                                         int ctas) {
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
   return row.ring_bytes() + row.exchange_bytes() + max_parts * rows * part + Sm90DecodeRow::kAlign;
+}
+
+// Where warps have columns of O.
+
+/// Blocks of 8 query rows at most.
+inline constexpr int kDecodeClusterBlocks = 2;
+/// Warps whose columns of O a CTA merges, of so many: w, w + ctas, … of its own and others.
+constexpr int sm90_decode_cluster_share(int value_warps, int ctas) {
+  return std::max(1, value_warps / ctas);
+}
+/// What such a CTA is sent of each part: their columns, and (maximum, sum) of the rows.
+constexpr int sm90_decode_cluster_part_bytes(int value_warps, int blocks, int ctas) {
+  return blocks * (sm90_decode_cluster_share(value_warps, ctas) * 512 + 64);
+}
+/// Shared memory of a CTA: as without clusters, and behind the queries what it is sent.
+constexpr int sm90_decode_column_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int blocks,
+                                               int ctas) {
+  return row.queries_at(blocks) + row.query_bytes(blocks) +
+         max_parts * sm90_decode_cluster_part_bytes(row.value_warps(), blocks, ctas) +
+         Sm90DecodeRow::kAlign;
 }
 /// Pages of longer sequences are shared by all SMs: each warp of a cluster looks up its own, which
 /// at 128K keys took 237 µs instead of 140.

@@ -37,5 +37,17 @@ TEST(Sm90DecodeCluster, SharedMemoryHoldsWhatTheLargestIsSent) {
   EXPECT_LE(sm90_decode_cluster_bytes(row, 16, 8, 2), kDecodeClusterMostBytes);
 }
 
+TEST(Sm90DecodeCluster, CtasAreSentColumnsOfWarps) {
+  const Sm90DecodeRow& row = kSm90DecodeRows[0][1];
+  ASSERT_EQ(row.value_warps(), 8);
+  for (const int ctas : {2, 4, 8}) {  // 16 rows: their columns, maximum and sum
+    EXPECT_EQ(sm90_decode_column_cluster_bytes(row, 16, 2, ctas) -
+                  sm90_decode_column_cluster_bytes(row, 0, 2, ctas),
+              16 * 16 * (128 / ctas * 4 + 8));
+  }
+  EXPECT_EQ(sm90_decode_cluster_share(kSm90DecodeRows[0][0].value_warps(), 8), 1) << "of four";
+  EXPECT_LE(sm90_decode_column_cluster_bytes(row, 16, 2, 2), kDecodeClusterMostBytes);
+}
+
 }  // namespace
 }  // namespace rafter::tiles

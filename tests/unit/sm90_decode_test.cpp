@@ -119,6 +119,12 @@ TEST(Sm90Decode, WarpsOfTheSameKeysAreAsManyAsTheirRowsNeed) {
   }
 }
 
+TEST(Sm90Decode, TheModelSaysWhetherWarpsHaveColumns) {
+  EXPECT_FALSE(sm90_decode_by_columns(2, 8));
+  EXPECT_TRUE(sm90_decode_by_columns(2, 9));
+  EXPECT_TRUE(sm90_decode_by_columns(1, 1));
+}
+
 // 132 CTAs: 512 units leave four without work, 480 would leave twelve.
 TEST(Sm90Decode, SharesAreEvenWhereFewCtasAreLeftWithoutWork) {
   EXPECT_EQ(sm90_decode_even_share(512, 132), 4);

@@ -50,14 +50,8 @@ __device__ inline std::uint32_t transpose_matrix(std::uint32_t r) {
   return transposed;
 }
 
-/// Copies `bytes` (16 or 0) of global to shared memory without registers; the rest of the 16 bytes
-/// becomes 0. Both addresses are aligned to 16. PTX ISA: cp.async.
-__device__ inline void copy_16_async(std::uint32_t destination, const void* source, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination),
-               "l"(source), "r"(bytes)
-               : "memory");
-}
-/// The same for 4 bytes.
+/// Copies `bytes` (4 or 0) of global to shared memory without registers; the rest of the 4 bytes
+/// becomes 0. copies.cuh has 16 bytes. PTX ISA: cp.async.
 __device__ inline void copy_4_async(std::uint32_t destination, const void* source, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source),
                "r"(bytes)

@@ -28,20 +28,26 @@ using cuda::DecodeParams;
 
 using LaunchFunction = Status (*)(const DecodeParams&, const cuda::DecodeMaps&, bool, unsigned,
                                   void*);
+using LaunchFunctions = std::array<LaunchFunction, tiles::kSm90DecodeRowCount>;
+template <DType kDType>
+constexpr LaunchFunctions kByKeys = {cuda::launch_decode_sm90<kDType, 0>,
+                                     cuda::launch_decode_sm90<kDType, 1>,
+                                     cuda::launch_decode_sm90<kDType, 2>};
 template <DType kDType, int kWidth>
-constexpr std::array<LaunchFunction, tiles::kSm90DecodeRowCount> kRows = {
-    cuda::launch_decode_sm90<kDType, kWidth, 0>, cuda::launch_decode_sm90<kDType, kWidth, 1>,
-    cuda::launch_decode_sm90<kDType, kWidth, 2>};
-constexpr std::array<std::array<LaunchFunction, tiles::kSm90DecodeRowCount>, 2> kLaunch[2] = {
-    {kRows<DType::bf16, 0>, kRows<DType::bf16, 1>}, {kRows<DType::f16, 0>, kRows<DType::f16, 1>}};
+constexpr LaunchFunctions kByColumns = {cuda::launch_decode_sm90_columns<kDType, kWidth, 0>,
+                                        cuda::launch_decode_sm90_columns<kDType, kWidth, 1>,
+                                        cuda::launch_decode_sm90_columns<kDType, kWidth, 2>};
+constexpr std::array<LaunchFunctions, 3> kLaunch[2] = {
+    {kByKeys<DType::bf16>, kByColumns<DType::bf16, 0>, kByColumns<DType::bf16, 1>},
+    {kByKeys<DType::f16>, kByColumns<DType::f16, 0>, kByColumns<DType::f16, 1>}};
 
 using ClusterFunction = Status (*)(const DecodeParams&, unsigned, unsigned, void*);
 constexpr int kClusterRows = 2;
-constexpr ClusterFunction kClusters[2][kClusterRows] = {
-    {cuda::launch_decode_sm90_cluster<DType::bf16, 0>,
-     cuda::launch_decode_sm90_cluster<DType::bf16, 1>},
-    {cuda::launch_decode_sm90_cluster<DType::f16, 0>,
-     cuda::launch_decode_sm90_cluster<DType::f16, 1>}};
+template <DType kDType>
+constexpr ClusterFunction kClustersOf[2][kClusterRows] = {
+    {cuda::launch_decode_sm90_cluster<kDType, 0>, cuda::launch_decode_sm90_cluster<kDType, 1>},
+    {cuda::launch_decode_sm90_columns_cluster<kDType, 0>,
+     cuda::launch_decode_sm90_columns_cluster<kDType, 1>}};
 
 constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
 
@@ -49,6 +55,7 @@ constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
 struct Cut {
   int row_blocks = 1;  // of query rows
   int partial_rows = 8;
+  int blocks = 1;  // of 8 query rows: 1, 2, 4 or 8
   int least_parts = 1, max_parts = 1;
   std::int64_t slots = 0;  // of partial results
   std::int64_t units = 0;  // at most
@@ -57,6 +64,9 @@ struct Cut {
 };
 
 int width_of(const AttentionProblem& p) { return bits_of(p.kv_dtype.value_or(p.dtype)) == 8; }
+bool by_columns(const AttentionProblem& p) {
+  return tiles::sm90_decode_by_columns(width_of(p) == 1 ? 1 : 2, p.heads_q / p.heads_kv);
+}
 const tiles::Sm90DecodeRow& row_of(const AttentionProblem& p) {
   return tiles::kSm90DecodeRows[width_of(p)][tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v)];
 }
@@ -90,6 +100,8 @@ std::optional<Cut> cut_of(const KernelProblem& problem) {
   const std::int64_t rows_here = std::min<std::int64_t>(*rows, row.tile_rows());
   const std::int64_t blocks = std::max<std::int64_t>(1, div_up(rows_here, tiles::kDecodeBlockRows));
   cut.partial_rows = static_cast<int>(blocks) * tiles::kDecodeBlockRows;
+  cut.blocks = static_cast<int>(std::bit_ceil(
+      static_cast<unsigned>(std::max<std::int64_t>(blocks, row.least_column_blocks()))));
   cut.least_parts = tiles::sm90_decode_least_parts(p.heads_kv);
   // One more tile where a window begins within one.
   const int tiles = static_cast<int>(div_up(p.seqlen_kv, row.tile_keys())) + 1;
@@ -102,6 +114,12 @@ std::optional<Cut> cut_of(const KernelProblem& problem) {
   cut.units = *units;
   if (cut.max_parts > 1) {
     cut.slots = *units;
+    if (by_columns(p)) {
+      cut.partial_bytes = cut.slots * row.column_bytes(cut.blocks);
+      cut.state_bytes = round_up(cut.slots * cut.blocks * 64, kAlign);
+      cut.arrived_bytes = cut.slots * row.value_warps() * 8;
+      return cut;
+    }
     cut.partial_bytes = round_up(
         cut.slots * cut.partial_rows * round_up(p.head_dim_v, std::int64_t{4}) * 4, kAlign);
     cut.state_bytes = round_up(cut.slots * cut.partial_rows * 8, kAlign);
@@ -219,6 +237,7 @@ void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& 
   params.max_parts = cut.max_parts;
   params.same_cut = same_cut(problem);
   params.partial_rows = cut.partial_rows;
+  params.blocks = cut.blocks;
   params.scale_log2 = *p.softmax_scale * kLog2E;
   params.transform_cap = p.softcap * kLog2E;
   params.transform_scale = p.softcap > 0 ? 2 * kLog2E * *p.softmax_scale / p.softcap : 0;
@@ -259,7 +278,8 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const AttentionProblem& p = problem.attention;
   const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
   const std::int64_t rows = p.seqlen_q * params.group;
-  if (width_of(p) != 0 || row >= kClusterRows || rows > tiles::kDecodeBlockRows ||
+  const int most_blocks = by_columns(p) ? tiles::kDecodeClusterBlocks : 1;
+  if (width_of(p) != 0 || row >= kClusterRows || rows > tiles::kDecodeBlockRows * most_blocks ||
       p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
       (p.layout == Layout::paged && p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
       !params.q.aligned || !params.k.aligned || !params.v.aligned) {
@@ -271,8 +291,10 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   if (ctas == 0) {
     return 0;
   }
-  const int shared =
-      tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts, static_cast<int>(rows), ctas);
+  const int shared = by_columns(p) ? tiles::sm90_decode_column_cluster_bytes(
+                                         row_of(p), cut.max_parts, cut.blocks, ctas)
+                                   : tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts,
+                                                                      static_cast<int>(rows), ctas);
   return shared <= tiles::kDecodeClusterMostBytes ? ctas : 0;
 }
 
@@ -297,14 +319,17 @@ Status forward(const ForwardCall& call) {
   const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
   const int dtype = p.dtype == DType::f16 ? 1 : 0;
   if (const int ctas = cluster_of(params, call.problem, cut); ctas > 0) {
-    return kClusters[dtype][row](params, static_cast<unsigned>(p.batch * p.heads_kv),
-                                 static_cast<unsigned>(ctas), call.stream.handle);
+    const auto& clusters = dtype == 1 ? kClustersOf<DType::f16> : kClustersOf<DType::bf16>;
+    return clusters[by_columns(p) ? 1 : 0][row](params, static_cast<unsigned>(p.batch * p.heads_kv),
+                                                static_cast<unsigned>(ctas), call.stream.handle);
   }
   const cuda::DecodeMaps maps = set_maps(params, p, call.in);
   if (cut.slots > 0) {
     auto* const bytes = static_cast<std::byte*>(call.workspace.data);
     params.partial_o = reinterpret_cast<float*>(bytes);
     params.partial_state = reinterpret_cast<float2*>(bytes + cut.partial_bytes);
+    params.partial_columns = reinterpret_cast<float4*>(bytes);
+    params.partial_states = reinterpret_cast<float4*>(bytes + cut.partial_bytes);
     params.arrived = reinterpret_cast<std::uint64_t*>(bytes + cut.partial_bytes + cut.state_bytes);
     params.launch_id = next_launch_id();
   }
@@ -314,8 +339,9 @@ Status forward(const ForwardCall& call) {
   }
   const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
   set_shares(params, blocks);
-  return kLaunch[dtype][width_of(p)][row](params, maps, p.kv_dtype == DType::e4m3,
-                                          static_cast<unsigned>(blocks), call.stream.handle);
+  const int way = by_columns(p) ? 1 + width_of(p) : 0;
+  return kLaunch[dtype][way][row](params, maps, p.kv_dtype == DType::e4m3,
+                                  static_cast<unsigned>(blocks), call.stream.handle);
 }
 
 }  // namespace

@@ -18,21 +18,21 @@
 
 namespace rafter::cuda {
 
-template <DType kDType, int kWidth, int kRow>
+template <DType kDType, int kRow>
 __global__ void __launch_bounds__(
-    tiles::kSm90DecodeRows[kWidth][kRow].threads(tiles::kDecodeMostLoadWarps), 1)
+    tiles::kSm90DecodeRows[0][kRow].threads(tiles::kDecodeMostLoadWarps), 1)
     decode_sm90_kernel(const __grid_constant__ DecodeParams params,
-                       const __grid_constant__ DecodeMaps maps, bool e4m3) {
+                       const __grid_constant__ DecodeMaps maps) {
   let_next_grid_begin();
   wait_for_earlier_grids();
-  using Shared = DecodeShared<kWidth, kRow>;
-  using Load = DecodeLoad<kWidth, kRow>;
+  using Shared = DecodeShared<kRow>;
+  using Load = DecodeLoad<Shared>;
   constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
   static_assert(kShape.shared_bytes(kShape.tile_rows()) + sizeof(DecodeControl) <= 227 * 1024);
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;
   const int warp = static_cast<int>(threadIdx.x / 32);
-  DecodeUnitFinder<kWidth, kRow> finder{params};
+  DecodeUnitFinder<0, kRow> finder{params};
   if (warp == kShape.warps) {
     finder.begin();
   } else if (threadIdx.x == 0) {
@@ -49,24 +49,24 @@ __global__ void __launch_bounds__(
   __syncthreads();
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
-  const Shared shared{raw + ((start + kAlign - 1) / kAlign * kAlign - start), control};
+  const Shared shared{{raw + ((start + kAlign - 1) / kAlign * kAlign - start), control}};
   if (warp < kShape.warps) {
-    DecodeAttend<kDType, kWidth, kRow>{params, e4m3, shared}.run();
+    DecodeAttend<kDType, kRow>{params, shared}.run();
   } else if (warp < kShape.warps + tiles::kDecodeFinishWarps) {
-    DecodeFinish<kDType, kWidth, kRow>{params, shared}.run(finder);
+    DecodeFinish<kDType, kRow>{params, shared}.run(finder);
   } else {
     Load{params, shared}.run(maps.k, maps.v);
   }
 }
 
-template <DType kDType, int kWidth, int kRow>
-Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bool e4m3,
-                          unsigned blocks, void* stream) {
-  constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
+template <DType kDType, int kRow>
+Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bool, unsigned blocks,
+                          void* stream) {
+  constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
   const int load_warps = params.by_box ? 1 : tiles::kDecodeMostLoadWarps;
-  void* arguments[] = {const_cast<DecodeParams*>(&params), const_cast<DecodeMaps*>(&maps), &e4m3};
+  void* arguments[] = {const_cast<DecodeParams*>(&params), const_cast<DecodeMaps*>(&maps)};
   return launch_early(
-      reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kWidth, kRow>),
+      reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kRow>),
       {.blocks = blocks,
        .threads = static_cast<unsigned>(kShape.threads(load_warps)),
        .shared_bytes = static_cast<unsigned>(kShape.shared_bytes(params.partial_rows)),

@@ -64,6 +64,11 @@ struct DecodeParams {
   std::uint64_t* arrived = nullptr;
   std::uint64_t launch_id = 0;  // differs from whatever the workspace may hold
   int partial_rows = 0;
+  // Where warps have columns of O: [slot, block of 8 rows, piece of 16 columns, lane],
+  // [slot, block, pair of rows] (maxima, sums) and [slot, warp with columns].
+  float4* partial_columns = nullptr;
+  float4* partial_states = nullptr;
+  int blocks = 1;  // of 8 query rows in a row block at most: 1, 2, 4 or 8
   // score_log2 = scale_log2 · q·k, or with softcap its tanh; p = 2^(score_log2 − max).
   float scale_log2 = 0;
   float transform_cap = 0;    // softcap · log2(e); 0: no softcap
@@ -75,10 +80,16 @@ struct DecodeMaps {
   CUtensorMap k, v;
 };
 
-/// Queues the kernel of one dtype of q, element width of the cache (0: 16-bit, 1: 8-bit) and tuning
-/// row. `e4m3` tells 8-bit caches from int8. Defined in decode_sm90.cuh, instantiated in inst/.
-template <DType kDType, int kWidth, int kRow>
+/// Queues the kernel of one dtype of q and tuning row, with 16-bit caches of few query heads a KV
+/// head. Defined in decode_sm90.cuh, instantiated in inst/.
+template <DType kDType, int kRow>
 Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bool e4m3,
                           unsigned blocks, void* stream);
+
+/// The same where warps have columns of O: for an element width of the cache (0: 16-bit, 1: 8-bit);
+/// `e4m3` tells 8-bit caches from int8. Defined in decode_sm90_columns.cuh.
+template <DType kDType, int kWidth, int kRow>
+Status launch_decode_sm90_columns(const DecodeParams& params, const DecodeMaps& maps, bool e4m3,
+                                  unsigned blocks, void* stream);
 
 }  // namespace rafter::cuda

@@ -13,44 +13,14 @@
 
 namespace rafter::cuda {
 
-/// Two bytes of a cache, in the low half of `bytes`, as a pair of 16-bit values.
-template <DType kTo>
-__device__ inline std::uint32_t widen(std::uint32_t bytes, bool e4m3) {
-  std::uint32_t halves;
-  if (e4m3) {
-    asm("{\n.reg .b16 two;\ncvt.u16.u32 two, %1;\ncvt.rn.f16x2.e4m3x2 %0, two;\n}"
-        : "=r"(halves)
-        : "r"(bytes));
-  } else {
-    // Biased by 128 the bytes are the low mantissa bits of 1024 + x + 128.
-    const std::uint32_t biased = __byte_perm(bytes ^ 0x8080u, 0x64646464u, 0x4140);
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(biased), "r"(0x64806480u));
-  }
-  if constexpr (kTo == DType::f16) {
-    return halves;
-  } else {
-    float low, high;
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-        : "=f"(low), "=f"(high)
-        : "r"(halves));
-    return pack<kTo>(low, high);
-  }
-}
-
-template <DType kDType, int kWidth, int kRow>
+template <DType kDType, int kRow>
 struct DecodeAttend {
-  using Shared = DecodeShared<kWidth, kRow>;
+  using Shared = DecodeShared<kRow>;
   static constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
-  static constexpr bool kBytes = kWidth == 1;
   static constexpr int kSteps = Shared::kD / 16;  // of 16 columns
   static constexpr int kKeys = tiles::kDecodeBlockKeys, kRows = tiles::kDecodeBlockRows;
-  // An 8-bit V is exact in bf16, whose range holds p · factor; where q is f16 a second product adds
-  // what bf16 drops of p.
-  static constexpr DType kValues = kBytes ? DType::bf16 : kDType;
-  static constexpr bool kTwoProducts = kBytes && kDType == DType::f16;
 
   const DecodeParams& params;
-  const bool e4m3;
   const Shared shared;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const int g = lane / 4, t = lane % 4;
@@ -126,11 +96,8 @@ struct DecodeAttend {
     }
   }
 
-  /// First byte of word h of step i in a row. 8-bit K gives a thread four columns in a row: q
-  /// follows.
-  __device__ int query_byte(int i, int h) const {
-    return 32 * i + (kBytes ? 8 * t + 4 * h : 16 * h + 4 * t);
-  }
+  /// First byte of word h of step i in a row.
+  __device__ int query_byte(int i, int h) const { return 32 * i + 16 * h + 4 * t; }
 
   /// No results yet.
   __device__ void empty_rows(const DecodeUnit& unit, Rows& rows) const {
@@ -165,26 +132,11 @@ struct DecodeAttend {
     float odd[4] = {0, 0, 0, 0};  // two chains of products
     const int r = of * kKeys + lane % 8 + lane / 8 % 2 * 8;
     const int column = lane / 16;
-    if constexpr (!kBytes) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        std::uint32_t a[4];
-        load_matrices(a, keys + Shared::place(r, 2 * i + column));
-        mma_16_8_16<kDType>(i % 2 == 0 ? s : odd, a, rows.q[i][0], rows.q[i][1]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSteps; i += 2) {
-        std::uint32_t b[4];
-        load_matrices(b, keys + Shared::place(r, i + column));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const std::uint32_t a[4] = {
-              widen<kDType>(b[2 * h] & 0xffffu, e4m3), widen<kDType>(b[2 * h + 1] & 0xffffu, e4m3),
-              widen<kDType>(b[2 * h] >> 16, e4m3), widen<kDType>(b[2 * h + 1] >> 16, e4m3)};
-          mma_16_8_16<kDType>(h == 0 ? s : odd, a, rows.q[i + h][0], rows.q[i + h][1]);
-        }
-      }
+    for (int i = 0; i < kSteps; ++i) {
+      std::uint32_t a[4];
+      load_matrices(a, keys + Shared::place(r, 2 * i + column));
+      mma_16_8_16<kDType>(i % 2 == 0 ? s : odd, a, rows.q[i][0], rows.q[i][1]);
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -195,42 +147,18 @@ struct DecodeAttend {
   /// Oᵀ += Vᵀ Pᵀ over 16 keys.
   __device__ void add_values(Rows& rows, std::uint32_t keys, int of, std::uint32_t p0,
                              std::uint32_t p1) const {
-    if constexpr (!kBytes) {
-      const int r = of * kKeys + lane % 8 + lane / 16 * 8;
-      const int column = lane / 8 % 2;
+    const int r = of * kKeys + lane % 8 + lane / 16 * 8;
+    const int column = lane / 8 % 2;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        std::uint32_t a[4];
-        load_matrices_transposed(a, keys + Shared::place(r, 2 * i + column));
-        mma_16_8_16<kValues>(rows.o[i], a, p0, p1);
-      }
-    } else {
-      const int r = of * kKeys + lane % 8 + lane / 8 % 2 * 8;
-      const int column = lane / 16;
-#pragma unroll
-      for (int i = 0; i < kSteps; i += 2) {
-        std::uint32_t b[4];
-        load_matrices_transposed(b, keys + Shared::place(r, i + column));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          // Keys 2t and 2t + 1, columns 2g and 2g + 1 of each.
-          const std::uint32_t a[4] = {widen<kValues>(__byte_perm(b[2 * h], 0, 0x4420), e4m3),
-                                      widen<kValues>(__byte_perm(b[2 * h], 0, 0x4431), e4m3),
-                                      widen<kValues>(__byte_perm(b[2 * h + 1], 0, 0x4420), e4m3),
-                                      widen<kValues>(__byte_perm(b[2 * h + 1], 0, 0x4431), e4m3)};
-          mma_16_8_16<kValues>(rows.o[i + h], a, p0, p1);
-        }
-      }
+    for (int i = 0; i < kSteps; ++i) {
+      std::uint32_t a[4];
+      load_matrices_transposed(a, keys + Shared::place(r, 2 * i + column));
+      mma_16_8_16<kDType>(rows.o[i], a, p0, p1);
     }
   }
 
   /// Column of O of accumulator half `h` of step `i`.
-  __device__ int column_of(int i, int h) const { return 16 * i + (kBytes ? 2 * g + h : g + 8 * h); }
-
-  /// Factor of row g + 8 h of block `of` of a slot.
-  __device__ float scale_of(int slot, int of, int h) const {
-    return __uint_as_float(shared_word(shared.scales(slot) + (of * kKeys + g + 8 * h) * 4));
-  }
+  __device__ int column_of(int i, int h) const { return 16 * i + g + 8 * h; }
 
   /// Scores of block `of` of a slot, masked and in log2 units; `first` is its first key.
   __device__ void finish_scores(const Rows& rows, int slot, int of, int first,
@@ -242,14 +170,9 @@ struct DecodeAttend {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first + g + 8 * h;
-      float scale = 1;
-      if constexpr (kBytes) {
-        scale = params.k.scale != nullptr ? scale_of(slot, of, h) : 1.0f;
-      }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& score = s[2 * h + e];
-        score *= scale;
         if (params.transform_cap > 0) {  // tanh(x) = 1 − 2 / (e^2x + 1)
           const float power = exp2_approx(score * params.transform_scale);
           score = params.transform_cap * (1.0f - __fdividef(2.0f, power + 1.0f));
@@ -305,38 +228,15 @@ struct DecodeAttend {
 
   /// Pairs of probabilities become the operand of the next product.
   __device__ static void operand(const float (&p)[4], std::uint32_t& p0, std::uint32_t& p1) {
-    p0 = transpose_matrix(pack<kValues>(p[0], p[1]));
-    p1 = transpose_matrix(pack<kValues>(p[2], p[3]));
+    p0 = transpose_matrix(pack<kDType>(p[0], p[1]));
+    p1 = transpose_matrix(pack<kDType>(p[2], p[3]));
   }
 
   __device__ void values(Rows& rows, int slot, int of, float (&p)[4]) const {
     const std::uint32_t keys = shared.slot(slot);
-    if constexpr (kBytes) {
-      if (params.v.scale != nullptr) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float scale = scale_of(slot, of, h);
-          p[2 * h] *= scale;
-          p[2 * h + 1] *= scale;
-        }
-      }
-    }
     std::uint32_t p0, p1;
     operand(p, p0, p1);
     add_values(rows, keys, of, p0, p1);
-    if constexpr (kTwoProducts) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        p[e] -= to_bf16_value(p[e]);
-      }
-      operand(p, p0, p1);
-      add_values(rows, keys, of, p0, p1);
-    }
-  }
-
-  /// The value that pack<bf16> gives.
-  __device__ static float to_bf16_value(float x) {
-    return __uint_as_float(pack<DType::bf16>(0.0f, x) & 0xffff0000u);
   }
 
   /// Partial results meet in shared memory.

@@ -8,148 +8,31 @@
 
 #include "hw/cuda/cluster.cuh"
 #include "hw/cuda/cluster.h"
-#include "hw/cuda/copies.cuh"
 #include "hw/cuda/early.cuh"
 #include "kernels/cuda/decode_sm90_attend.cuh"
 #include "kernels/cuda/decode_sm90_cluster.h"
+#include "kernels/cuda/decode_sm90_cluster_copies.cuh"
 #include "kernels/cuda/decode_sm90_finish.cuh"
 #include "tiles/sm90_decode_cluster.h"
 
 namespace rafter::cuda {
 
 template <DType kDType, int kRow, bool kPaged>
-struct DecodeCluster {
-  using Shared = DecodeShared<0, kRow>;
-  using Attend = DecodeAttend<kDType, 0, kRow>;
-  using Finish = DecodeFinish<kDType, 0, kRow>;
-  static constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
-  static constexpr int kSlots = kShape.slots, kKeys = tiles::kDecodeBlockKeys;
-  static constexpr int kChunks = 8 * kShape.panels();     // of 16 bytes in a row
-  static constexpr int kRowsAtOnce = 32 / kChunks;        // that a warp copies in one instruction
+struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
+  using Shared = DecodeShared<kRow>;
+  using Attend = DecodeAttend<kDType, kRow>;
+  using Finish = DecodeFinish<kDType, kRow>;
+  using Copies = DecodeClusterCopies<Shared, kPaged>;
+  using Copies::ask, Copies::first_key, Copies::following, Copies::rows_of;
+  using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
+  using Copies::kChunks, Copies::kRowsAtOnce, Copies::kShape, Copies::kSlots;
+  using Copies::params, Copies::shared;
+  using typename Copies::Next;
   static constexpr int kColumnsLog2 = kRow == 0 ? 4 : 5;  // four at a time
   static constexpr int kColumns = 1 << kColumnsLog2;
-  static_assert(4 * kColumns == kShape.head_dim);
-  static_assert(kShape.warps == 8 && kColumns <= 32 && kChunks <= 16);
+  static_assert(4 * kColumns == kShape.head_dim && kColumns <= 32);
 
-  const DecodeParams& params;
-  const Shared shared;
   const std::uint32_t result_barrier;
-  const int cta = cluster_rank(), ctas = cluster_size();
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const int chunk = lane % kChunks;
-
-  /// The head of this cluster; batch, lengths and cut of its sequence.
-  __device__ DecodeUnit find() const {
-    DecodeUnit unit;
-    const int of = cluster_number();
-    unit.batch = params.batch > 1 ? of / params.heads_kv : 0;
-    unit.head = of - unit.batch * params.heads_kv;
-    unit.seqlen_q = params.seqlen_q;
-    unit.seqlen_kv = params.seqlen_kv;
-    tiles::Sm90DecodeCut cut = params.same_cut;
-    if (params.seqused_kv.data != nullptr) {
-      unit.seqlen_kv = clamped_length(index_at(params.seqused_kv, unit.batch), params.seqlen_kv);
-      cut = tiles::sm90_decode_cut(kShape, mask_of(params, unit.seqlen_q, unit.seqlen_kv),
-                                   unit.seqlen_q, params.group, params.least_parts,
-                                   params.forced_parts);
-    }
-    unit.parts = cut.parts;
-    unit.first_tile = cut.first_tile;
-    unit.end_tile = cut.end_tile;
-    unit.first_key = cut.first_key;
-    unit.end_key = cut.end_key;
-    return unit;
-  }
-
-  /// Tiles of this CTA in turn: those of a part, then those of its next part.
-  struct Next {
-    int part, tile;
-    int page = -1;  // of key lane % 16 of this warp there
-  };
-  __device__ Next first(const DecodeUnit& unit) const {
-    Next next{cta, unit.first_tile + cta};
-    look_up(unit, next);
-    return next;
-  }
-  __device__ bool more(const DecodeUnit& unit, const Next& next) const {
-    return next.part < unit.parts && next.tile < unit.end_tile;
-  }
-  __device__ void advance(const DecodeUnit& unit, Next& next) const {
-    next.tile += unit.parts;
-    if (next.tile >= unit.end_tile) {
-      next.part += ctas;
-      next.tile = unit.first_tile + next.part;
-    }
-    look_up(unit, next);
-  }
-  __device__ int first_key(int tile) const { return tile * kShape.tile_keys() + warp * kKeys; }
-  __device__ static bool seen(const DecodeUnit& unit, int key) {
-    return key >= unit.first_key && key < unit.end_key;
-  }
-  __device__ void look_up(const DecodeUnit& unit, Next& next) const {
-    if constexpr (kPaged) {
-      const int key = first_key(next.tile) + lane % kKeys;
-      std::int64_t page = -1;
-      if (more(unit, next) && seen(unit, key)) {
-        page = index_at(params.page_table,
-                        unit.batch * params.page_table_batch + key / params.page_size);
-      }
-      next.page = page >= 0 && page < params.num_pages ? static_cast<int>(page) : -1;
-    }
-  }
-
-  /// Where this lane's chunks of the head's rows begin: of a sequence, or of a page.
-  __device__ const unsigned char* rows_of(const DecodeUnit& unit, const DecodeCache& cache) const {
-    return cache.data + (kPaged ? 0 : unit.batch * cache.stride_batch) +
-           unit.head * cache.stride_heads + chunk * 16;
-  }
-
-  /// Asks for this warp's keys of the next tile: K, or V, whereupon the tile after it is next. One
-  /// group of copies, be it empty.
-  __device__ void ask(const DecodeUnit& unit, Next& next, bool values, int slot,
-                      const unsigned char* k_rows, const unsigned char* v_rows) const {
-    if (more(unit, next)) {
-      const DecodeCache& cache = values ? params.v : params.k;
-      const int first = first_key(next.tile), mine = lane / kChunks;
-      const unsigned char* from = values ? v_rows : k_rows;
-      const std::int64_t step = values ? params.v.stride_seqlen : params.k.stride_seqlen;
-      std::int64_t offset = 0;  // of the row of key lane % 16
-      unsigned present = 0;
-      if constexpr (kPaged) {
-        const int key = first + lane % kKeys;
-        present = __ballot_sync(~0u, next.page >= 0);
-        offset = next.page * cache.stride_batch + key % params.page_size * step;
-        if (!values && lane == 0) {
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.present(slot) + warp * 4),
-                       "r"(present)
-                       : "memory");
-        }
-      } else {
-        from += (first + mine) * step;
-      }
-      // As place() has it: a row's low bits turn those of its chunks.
-      const std::uint32_t to = shared.slot(slot) + Shared::place(warp * kKeys + mine, chunk);
-      const auto behind = static_cast<unsigned>(first + mine - unit.first_key);
-      const auto keys = static_cast<unsigned>(unit.end_key - unit.first_key);
-      const bool within = chunk < cache.chunks;
-#pragma unroll
-      for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
-        const int r = i * kRowsAtOnce;
-        const std::uint32_t at = (to ^ r % 8 * 16) + r * tiles::kDecodePanelBytes;
-        if constexpr (kPaged) {
-          const std::int64_t row = __shfl_sync(~0u, offset, r + mine);
-          copy_16_async_alone(at, from + row, within && (present >> (r + mine) & 1u) != 0 ? 16 : 0);
-        } else {
-          copy_16_async_alone(at, from, within && behind + r < keys ? 16 : 0);
-          from += kRowsAtOnce * step;
-        }
-      }
-      if (values) {
-        advance(unit, next);
-      }
-    }
-    commit_copies();
-  }
 
   // Queries: where this warp leaves its results later.
   static_assert(tiles::kDecodeBlockRows * kShape.query_pitch() <=
@@ -260,7 +143,7 @@ struct DecodeCluster {
                                 float (&s)[4]) const {
     const bool alike = params.seqlen_q == 1 || (params.window_left < 0 && params.window_right < 0);
     if (!kPaged && alike && params.transform_cap == 0 && params.tree_mask == nullptr &&
-        first >= unit.first_key && first + kKeys <= unit.end_key) {
+        first >= unit.first_key && first + Copies::kKeys <= unit.end_key) {
 #pragma unroll
       for (float& score : s) {
         score *= params.scale_log2;
@@ -282,7 +165,7 @@ struct DecodeCluster {
   }
 
   __device__ void run() const {
-    DecodeUnit unit = find();
+    DecodeUnit unit = Copies::find();
     const int rows = Shared::rows_of(params, unit);
     ask_queries(unit, rows);
     if (threadIdx.x == 0) {
@@ -292,11 +175,11 @@ struct DecodeCluster {
                             static_cast<std::uint32_t>(unit.parts * rows * (share() * 16 + 8)));
     }
     cluster_arrive();
-    const Attend attend{params, false, shared};
+    const Attend attend{params, shared};
     typename Attend::Rows mine;
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
-    Next next = first(unit);
+    Next next = Copies::first_of(unit), after = following(unit, next);
     unit.part = cta;
     int tile = unit.first_tile + cta, slot = 0;
     bool first_of_part = true;
@@ -340,7 +223,7 @@ struct DecodeCluster {
         }
         __syncwarp();
       }
-      ask(unit, next, values, slot, k_rows, v_rows);
+      ask(unit, next, after, values, slot, k_rows, v_rows);
       slot = slot + 1 == kSlots ? 0 : slot + 1;
       if (ends) {
         finish(attend, unit, mine, rows);
@@ -352,13 +235,13 @@ struct DecodeCluster {
     write(unit, rows);
     if (warp == 0 && cta == 0) {
       unit.part = 0;
-      Finish{params, shared, Shared::kWarps, lane}.count_bad_pages(unit);
+      count_bad_pages(params, unit);
     }
   }
 };
 
 template <DType kDType, int kRow, bool kPaged>
-__global__ void __launch_bounds__(32 * DecodeShared<0, kRow>::kWarps, 1)
+__global__ void __launch_bounds__(32 * DecodeShared<kRow>::kWarps, 1)
     decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
   let_next_grid_begin();
   wait_for_earlier_grids();
@@ -367,9 +250,9 @@ __global__ void __launch_bounds__(32 * DecodeShared<0, kRow>::kWarps, 1)
   __shared__ std::uint64_t result_barrier;
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
-  const DecodeShared<0, kRow> shared{raw + ((start + kAlign - 1) / kAlign * kAlign - start),
-                                     control};
-  DecodeCluster<kDType, kRow, kPaged>{params, shared, shared_address(&result_barrier)}.run();
+  const DecodeShared<kRow> shared{
+      {raw + ((start + kAlign - 1) / kAlign * kAlign - start), control}};
+  DecodeCluster<kDType, kRow, kPaged>{{params, shared}, shared_address(&result_barrier)}.run();
 }
 
 template <DType kDType, int kRow>

@@ -12,4 +12,10 @@ template <DType kDType, int kRow>
 Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
                                   void* stream);
 
+/// The same where warps have columns of O: up to 16 query rows. Defined in
+/// decode_sm90_columns_cluster.cuh.
+template <DType kDType, int kRow>
+Status launch_decode_sm90_columns_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
+                                          void* stream);
+
 }  // namespace rafter::cuda

@@ -12,9 +12,9 @@
 
 namespace rafter::cuda {
 
-template <DType kDType, int kWidth, int kRow>
+template <DType kDType, int kRow>
 struct DecodeFinish {
-  using Shared = DecodeShared<kWidth, kRow>;
+  using Shared = DecodeShared<kRow>;
 
   const DecodeParams& params;
   const Shared shared;
@@ -41,12 +41,8 @@ struct DecodeFinish {
     __device__ float4 columns() const { return make_float4(o[0], o[1], o[2], o[3]); }
   };
 
-  /// Slot of a part of the unit's head and row block.
   __device__ std::int64_t slot_of(const DecodeUnit& unit, int part) const {
-    const std::int64_t group =
-        (static_cast<std::int64_t>(unit.batch) * params.heads_kv + unit.head) * params.row_blocks +
-        unit.row_block;
-    return group * params.max_parts + part;
+    return decode_slot(params, unit, part);
   }
 
   /// Four columns from d of row r, and its lse.
@@ -269,28 +265,8 @@ struct DecodeFinish {
     }
   }
 
-  /// Pages of the sequence that do not exist. One unit of a sequence counts.
-  __device__ void count_bad_pages(const DecodeUnit& unit) const {
-    if (params.bad_pages == nullptr || params.page_size == 0 || unit.part != 0 || unit.head != 0 ||
-        unit.row_block != 0 || warp != Shared::kWarps) {
-      return;
-    }
-    const int pages = (unit.seqlen_kv + params.page_size - 1) / params.page_size;
-    int bad = 0;
-#pragma unroll 1
-    for (int i = lane; i < pages; i += 32) {
-      const std::int64_t page =
-          index_at(params.page_table, unit.batch * params.page_table_batch + i);
-      bad += page < 0 || page >= params.num_pages;
-    }
-    bad = __reduce_add_sync(~0u, bad);
-    if (lane == 0) {
-      params.bad_pages[unit.batch] = bad;
-    }
-  }
-
   /// `finder` has begun in the first of the warps, which finds units for all.
-  __device__ void run(DecodeUnitFinder<kWidth, kRow>& finder) const {
+  __device__ void run(DecodeUnitFinder<0, kRow>& finder) const {
     std::uint32_t found = 0;  // units
     bool finds = finisher() == 0;
     named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
@@ -298,14 +274,16 @@ struct DecodeFinish {
     for (std::uint32_t count = 0;; ++count) {
 #pragma unroll 1
       for (; finds && found <= count + tiles::kDecodeUnitsAhead; ++found) {
-        finds = publish(finder, found);
+        finds = publish_unit(params, shared.control, finder, found);
       }
       const DecodeUnit unit = shared.control.take(count);
       if (unit.batch < 0) {
         break;
       }
       shared.control.release(count);
-      count_bad_pages(unit);
+      if (finisher() == 0) {
+        count_bad_pages(params, unit);
+      }
       named_barrier_sync(Shared::kWritten, Shared::kMeeting);
       merge_warps(unit);
       named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
@@ -315,21 +293,6 @@ struct DecodeFinish {
         finish_parts(unit);
       }
     }
-  }
-
- private:
-  /// Publishes unit `found` of this CTA for all; false: there is none, which is said too.
-  __device__ bool publish(DecodeUnitFinder<kWidth, kRow>& finder, std::uint32_t found) const {
-    constexpr std::uint32_t kUnits = tiles::kDecodeUnitRing;
-    DecodeControl& control = shared.control;
-    barrier_wait(shared_address(&control.unit_empty[found % kUnits]), found / kUnits % 2 ^ 1);
-    const DecodeUnit next = finder.next();
-    if (lane == 0) {
-      control.units[found % kUnits] = next;
-      barrier_arrive(shared_address(&control.unit_full[found % kUnits]));
-    }
-    __syncwarp();
-    return next.batch >= 0;
   }
 };
 

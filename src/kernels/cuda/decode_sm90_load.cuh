@@ -4,17 +4,18 @@
 #pragma once
 
 #include "hw/cuda/barrier.cuh"
+#include "hw/cuda/copies.cuh"
 #include "hw/cuda/mma.cuh"
 #include "hw/cuda/tma.cuh"
 #include "kernels/cuda/decode_sm90_units.cuh"
 
 namespace rafter::cuda {
 
-template <int kWidth, int kRow>
+/// `Shared` is DecodeShared or DecodeColumns.
+template <typename Shared>
 struct DecodeLoad {
-  using Shared = DecodeShared<kWidth, kRow>;
   static constexpr tiles::Sm90DecodeRow kShape = Shared::kShape;
-  static constexpr bool kBytes = kWidth == 1;
+  static constexpr bool kBytes = Shared::kElementWidth == 1;
   static constexpr int kTileKeys = kShape.tile_keys(), kPanels = kShape.panels();
   static constexpr int kKeysEach = kTileKeys / tiles::kDecodeMostLoadWarps;  // of four warps
   static_assert(kTileKeys / tiles::kDecodeBoxRows * kPanels <= 32);          // boxes: one a lane
@@ -23,13 +24,32 @@ struct DecodeLoad {
   const DecodeParams& params;
   const Shared shared;
   const int warp =  // among those that load
-      static_cast<int>(threadIdx.x / 32) - Shared::kWarps - tiles::kDecodeFinishWarps;
+      static_cast<int>(threadIdx.x / 32) - Shared::kFirstLoadWarp;
   const int lane = static_cast<int>(threadIdx.x % 32);
 
   /// Arrivals that complete a slot beside the bytes of the copy engine: one of each warp, and one
   /// of each lane that has copies of its own in flight.
   __device__ static std::uint32_t arrivals(const DecodeParams& params) {
-    return params.by_box ? 1 + (kBytes ? 32 : 0) : tiles::kDecodeMostLoadWarps * 33;
+    return params.by_box ? 1 + (has_factors(params) ? 32 : 0) : tiles::kDecodeMostLoadWarps * 33;
+  }
+  __device__ static bool has_factors(const DecodeParams& params) {
+    return kBytes && (params.k.scale != nullptr || params.v.scale != nullptr);
+  }
+  __device__ static int warps(const DecodeParams& params) {
+    return params.by_box ? 1 : tiles::kDecodeMostLoadWarps;
+  }
+
+  /// What lies beyond the columns of q is 0 from the beginning. By the warps that attend, but for
+  /// the first thread.
+  __device__ static void clear_queries(const DecodeParams& params, const Shared& shared) {
+    const std::uint32_t from = shared.queries(params.blocks, 0);
+    const int bytes = tiles::kDecodeQueryBuffers * params.blocks * Shared::kQueries;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x - 1) * 16; i < bytes;
+         i += (32 * Shared::kWarps - 1) * 16) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(from + i), "r"(0) : "memory");
+    }
+    fence_shared_to_async();  // the copy engine writes there next
   }
 
   /// What this lane loads of a tile: a box of rows (columns of one panel) or one row.
@@ -54,31 +74,29 @@ struct DecodeLoad {
     return busy() && key < unit.end_key && key + rows_each() > unit.first_key;
   }
 
-  /// Page of the rows from `key` on, −1 where nobody sees them.
-  __device__ std::int64_t page_of(const DecodeUnit& unit, int key) const {
-    return key < unit.end_key && key + rows_each() > unit.first_key
-               ? index_at(params.page_table,
-                          unit.batch * params.page_table_batch + key / params.page_size)
-               : -1;
+  /// Asks for the page of the rows from `key` on, −1 where nobody sees them.
+  __device__ AskedIndex ask_page(const DecodeUnit& unit, int key, bool wanted) const {
+    return ask_index(params.page_table,
+                     unit.batch * params.page_table_batch + key / params.page_size,
+                     wanted && key < unit.end_key && key + rows_each() > unit.first_key);
   }
 
   /// Pages of the next tiles of a unit, asked for before they are needed: an answer takes longer
   /// than a tile. By box a lane has box lane % boxes of the tile lane / boxes ahead; else its key
   /// of the next two tiles.
   struct Pages {
-    std::int64_t now = -1, next = -1;
+    AskedIndex now, next;
     int used = 0;  // tiles of `now`
   };
   __device__ int boxes() const { return kTileKeys >> params.box_log2; }  // of rows, in a tile
-  __device__ std::int64_t ask_pages(const DecodeUnit& unit, int tile) const {
+  __device__ AskedIndex ask_pages(const DecodeUnit& unit, int tile) const {
+    int of = tile, key = offset();
     if (params.by_box) {
       const int ahead = (lane << params.box_log2) / kTileKeys;
-      const int of = tile + ahead * unit.parts;
-      return of < unit.end_tile
-                 ? page_of(unit, of * kTileKeys + ((lane - ahead * boxes()) << params.box_log2))
-                 : -1;
+      of += ahead * unit.parts;
+      key = (lane - ahead * boxes()) << params.box_log2;
     }
-    return busy() && tile < unit.end_tile ? page_of(unit, tile * kTileKeys + offset()) : -1;
+    return ask_page(unit, of * kTileKeys + key, of < unit.end_tile && (params.by_box || busy()));
   }
   __device__ int tiles_at_once() const {
     return params.by_box ? (32 << params.box_log2) / kTileKeys : 1;
@@ -90,11 +108,11 @@ struct DecodeLoad {
     return pages;
   }
   /// Page of this lane's rows of `tile`, the next of the unit.
-  __device__ std::int64_t take_page(const DecodeUnit& unit, int tile, Pages& pages) const {
-    const std::int64_t page =
-        params.by_box
-            ? __shfl_sync(~0u, pages.now, pages.used * boxes() + (lane / kPanels & (boxes() - 1)))
-            : pages.now;
+  __device__ int take_page(const DecodeUnit& unit, int tile, Pages& pages) const {
+    int page = pages.now.value(params.page_table);
+    if (params.by_box) {
+      page = __shfl_sync(~0u, page, pages.used * boxes() + (lane / kPanels & (boxes() - 1)));
+    }
     if (++pages.used == tiles_at_once()) {
       pages.used = 0;
       pages.now = pages.next;
@@ -104,7 +122,7 @@ struct DecodeLoad {
     return page;
   }
 
-  __device__ Rows locate(const DecodeUnit& unit, int tile, std::int64_t page) const {
+  __device__ Rows locate(const DecodeUnit& unit, int tile, int page) const {
     Rows rows;
     rows.key = tile * kTileKeys + offset();
     rows.touches = touches(unit, rows.key);
@@ -183,7 +201,9 @@ struct DecodeLoad {
                      box_there && key >= unit.first_key && key < unit.end_key);
         }
       }
-      arrive_with_copies(shared.full(slot));
+      if (has_factors(params)) {
+        arrive_with_copies(shared.full(slot));
+      }
     }
   }
 
@@ -204,8 +224,8 @@ struct DecodeLoad {
         const int r = (i * 32 + lane) / kChunks;
         const std::int64_t offset = __shfl_sync(~0u, row, r);
         const bool there = (present >> r & 1u) != 0 && chunk < cache.chunks;
-        copy_16_async(to + Shared::place(warp * kKeysEach + r, chunk),
-                      there ? data + offset : cache.data, there ? 16 : 0);
+        copy_16_async_alone(to + Shared::place(warp * kKeysEach + r, chunk),
+                            there ? data + offset : cache.data, there ? 16 : 0);
       }
     } else {
       copy_unaligned(cache, to, row, present);
@@ -284,6 +304,45 @@ struct DecodeLoad {
     }
   }
 
+  /// The same where queries have a place of their own. By one warp.
+  __device__ void place_queries(const DecodeUnit& unit, std::uint32_t to,
+                                std::uint32_t full) const {
+    const int rows = Shared::rows_of(params, unit);
+    const std::int64_t outer = params.cu_seqlens_q.data != nullptr ? 0 : unit.batch;
+    if (params.q.aligned) {
+      if (lane == 0) {
+        barrier_arrive_expect(full, static_cast<std::uint32_t>(rows * params.q.row_bytes));
+      }
+      __syncwarp();
+    }
+#pragma unroll 1
+    for (int r = lane; r < rows; r += 32) {
+      const int row = unit.row_block * Shared::kTileRows + r;
+      const int position = row / params.group;
+      const unsigned char* const from =
+          params.q.data + outer * params.q.stride_batch +
+          (unit.row_q + position) * params.q.stride_seqlen +
+          (unit.head * params.group + row - position * params.group) * params.q.stride_heads;
+      const std::uint32_t row_to = to + r * kShape.query_pitch();
+      if (params.q.aligned) {
+        bulk_load(row_to, from, static_cast<std::uint32_t>(params.q.row_bytes), full);
+      } else {
+#pragma unroll 1
+        for (int byte = 0; byte < params.q.row_bytes; byte += 2) {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(row_to + byte),
+                       "h"(__ldg(reinterpret_cast<const std::uint16_t*>(from + byte)))
+                       : "memory");
+        }
+      }
+    }
+    if (!params.q.aligned) {
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(full);
+      }
+    }
+  }
+
   __device__ void run(const CUtensorMap& k_map, const CUtensorMap& v_map) const {
     if (params.by_box && lane == 0) {
       tma_prefetch(k_map);
@@ -297,11 +356,19 @@ struct DecodeLoad {
         return;
       }
       shared.control.release(count);
-      if (params.q.aligned) {
-        // First: once the memory is busy with keys, whatever else is asked of it takes long.
-        barrier_wait(shared.empty(ring.slot), ring.turn ^ 1);
-        fill_queries(unit, ring.slot);
-        ring.next();
+      // First: once the memory is busy with keys, whatever else is asked of it takes long.
+      if constexpr (Shared::kQueriesInSlots) {
+        if (params.q.aligned) {
+          barrier_wait(shared.empty(ring.slot), ring.turn ^ 1);
+          fill_queries(unit, ring.slot);
+          ring.next();
+        }
+      } else if (warp == 0) {
+        constexpr int kBuffers = tiles::kDecodeQueryBuffers;
+        const int buffer = static_cast<int>(count % kBuffers);
+        barrier_wait(shared_address(&shared.control.query_empty[buffer]), count / kBuffers % 2 ^ 1);
+        place_queries(unit, shared.queries(params.blocks, buffer),
+                      shared_address(&shared.control.query_full[buffer]));
       }
       load_keys(unit, ring, k_map, v_map);
     }

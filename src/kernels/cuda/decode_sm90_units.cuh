@@ -17,9 +17,10 @@ struct DecodeUnit {
   bool leads = false;  // this CTA has the parts from 0 on of its head and row block
   bool ends = false;   // and has no part of it after this one
   int seqlen_q = 0, seqlen_kv = 0;
-  int row_q = 0, row_kv = 0;         // first row of the sequence in its tensor (packed), else 0
-  int first_tile = 0, end_tile = 0;  // first of the part; end of all
-  int first_key = 0, end_key = 0;    // what any row of the sequence sees
+  int row_q = 0, row_kv = 0;             // first row of the sequence in its tensor (packed), else 0
+  int first_tile = 0, end_tile = 0;      // first of the part; end of all
+  int first_key = 0, end_key = 0;        // what any row of the sequence sees
+  int common_first = 0, common_end = 0;  // what all rows see, whatever a tree says
 };
 
 using DecodeMask = tiles::BasicMaskWindow<int>;
@@ -27,6 +28,17 @@ using DecodeMask = tiles::BasicMaskWindow<int>;
 __device__ inline DecodeMask mask_of(const DecodeParams& params, int seqlen_q, int seqlen_kv) {
   return {params.window_left, params.window_right, params.top_left ? 0 : seqlen_kv - seqlen_q,
           seqlen_kv};
+}
+
+/// Keys that all rows of the unit's sequence see.
+__device__ inline void set_common_keys(const DecodeParams& params, DecodeUnit& unit) {
+  const auto mask = mask_of(params, unit.seqlen_q, unit.seqlen_kv);
+  const auto first = mask.row(0), last = mask.row(unit.seqlen_q - 1);
+  if (first.size() > 0 && last.size() > 0) {
+    unit.common_first = last.first;
+    unit.common_end =
+        params.tree_mask == nullptr ? first.last : min(first.last, unit.seqlen_kv - unit.seqlen_q);
+  }
 }
 
 /// Finds the units of a CTA, which follow each other. Whole warp.
@@ -233,6 +245,9 @@ struct DecodeUnitFinder {
 struct DecodeControl {
   std::uint64_t unit_full[tiles::kDecodeUnitRing], unit_empty[tiles::kDecodeUnitRing];
   std::uint64_t slot_full[tiles::kDecodeMostSlots], slot_empty[tiles::kDecodeMostSlots];
+  // Where warps have columns of O: queries, and parts that are in the workspace.
+  std::uint64_t query_full[tiles::kDecodeQueryBuffers], query_empty[tiles::kDecodeQueryBuffers];
+  std::uint64_t left;
   DecodeUnit units[tiles::kDecodeUnitRing];
 
   /// Waits for the count-th unit of this CTA, which stays until this warp releases it; batch −1:
@@ -251,6 +266,51 @@ struct DecodeControl {
   }
 };
 
+/// Publishes unit `found` of this CTA for all; false: there is none, which is said too. Whole warp.
+template <int kWidth, int kRow>
+__device__ bool publish_unit(const DecodeParams& params, DecodeControl& control,
+                             DecodeUnitFinder<kWidth, kRow>& finder, std::uint32_t found) {
+  constexpr std::uint32_t kUnits = tiles::kDecodeUnitRing;
+  barrier_wait(shared_address(&control.unit_empty[found % kUnits]), found / kUnits % 2 ^ 1);
+  DecodeUnit next = finder.next();
+  set_common_keys(params, next);
+  if (threadIdx.x % 32 == 0) {
+    control.units[found % kUnits] = next;
+    barrier_arrive(shared_address(&control.unit_full[found % kUnits]));
+  }
+  __syncwarp();
+  return next.batch >= 0;
+}
+
+/// Slot of a part of the unit's head and row block.
+__device__ inline std::int64_t decode_slot(const DecodeParams& params, const DecodeUnit& unit,
+                                           int part) {
+  const std::int64_t group =
+      (static_cast<std::int64_t>(unit.batch) * params.heads_kv + unit.head) * params.row_blocks +
+      unit.row_block;
+  return group * params.max_parts + part;
+}
+
+/// Counts pages of the sequence that do not exist, where `unit` is the first of one. Whole warp.
+__device__ inline void count_bad_pages(const DecodeParams& params, const DecodeUnit& unit) {
+  if (params.bad_pages == nullptr || params.page_size == 0 || unit.part != 0 || unit.head != 0 ||
+      unit.row_block != 0) {
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int pages = (unit.seqlen_kv + params.page_size - 1) / params.page_size;
+  int bad = 0;
+#pragma unroll 1
+  for (int i = lane; i < pages; i += 32) {
+    const std::int64_t page = index_at(params.page_table, unit.batch * params.page_table_batch + i);
+    bad += page < 0 || page >= params.num_pages;
+  }
+  bad = __reduce_add_sync(~0u, bad);
+  if (lane == 0) {
+    params.bad_pages[unit.batch] = bad;
+  }
+}
+
 /// Where a warp is in the ring of slots.
 template <int kSlots>
 struct DecodeRing {
@@ -266,30 +326,49 @@ struct DecodeRing {
   }
 };
 
-/// Shared memory of an instantiation, and who is who.
+/// The ring of an instantiation.
 template <int kWidth, int kRow>
-struct DecodeShared {
+struct DecodeSlots {
+  static constexpr int kElementWidth = kWidth, kTuningRow = kRow;
   static constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
   static constexpr int kWarps = kShape.warps, kSlots = kShape.slots;
   static constexpr int kD = kShape.head_dim, kTileRows = kShape.tile_rows();
-  static constexpr int kFinishers = 32 * tiles::kDecodeFinishWarps;  // threads
-  // Named barriers: results are in shared memory, and they were taken.
-  static constexpr int kWritten = 1, kTaken = 2;
-  static constexpr int kMeeting = 32 * kWarps + kFinishers;
   using Ring = DecodeRing<kSlots>;
 
   unsigned char* const raw;  // aligned
   DecodeControl& control;
 
-  __device__ std::uint32_t slot(int s) const {
-    return shared_address(raw) + s * kShape.slot_bytes();
+  __device__ std::uint32_t at(int byte) const {
+    return shared_address(raw) + static_cast<std::uint32_t>(byte);
   }
+  __device__ std::uint32_t slot(int s) const { return at(s * kShape.slot_bytes()); }
   /// Where the 16 bytes of chunk `chunk` of row `row` lie in a slot: eight rows of one chunk meet
   /// eight banks, as the copy engine writes them.
   __device__ static std::uint32_t place(int row, int chunk) {
     return chunk / 8 * kShape.panel_bytes() + row * tiles::kDecodePanelBytes +
            (chunk % 8 ^ row % 8) * 16;
   }
+  __device__ std::uint32_t full(int s) const { return shared_address(&control.slot_full[s]); }
+  __device__ std::uint32_t empty(int s) const { return shared_address(&control.slot_empty[s]); }
+
+  /// Query rows of a unit.
+  __device__ static int rows_of(const DecodeParams& params, const DecodeUnit& unit) {
+    return min(kTileRows, unit.seqlen_q * params.group - unit.row_block * kTileRows);
+  }
+};
+
+/// Shared memory where warps have keys, and who is who.
+template <int kRow>
+struct DecodeShared : DecodeSlots<0, kRow> {
+  using Slots = DecodeSlots<0, kRow>;
+  using Slots::kD, Slots::kShape, Slots::kSlots, Slots::kTileRows, Slots::kWarps, Slots::raw;
+  static constexpr int kFinishers = 32 * tiles::kDecodeFinishWarps;  // threads
+  static constexpr int kFirstLoadWarp = kWarps + tiles::kDecodeFinishWarps;
+  static constexpr bool kQueriesInSlots = true;
+  // Named barriers: results are in shared memory, and they were taken.
+  static constexpr int kWritten = 1, kTaken = 2;
+  static constexpr int kMeeting = 32 * kWarps + kFinishers;
+
   __device__ float* exchange_o() const {
     return reinterpret_cast<float*>(raw + kSlots * kShape.slot_bytes());
   }
@@ -300,11 +379,9 @@ struct DecodeShared {
   __device__ static int exchange_place(int row, int column) {
     return row * kD + (column ^ row / 2 % 4 * 8);
   }
-  __device__ std::uint32_t scales(int s) const {
-    return behind_exchange() + s * kShape.scale_bytes();
-  }
   __device__ std::uint32_t present(int s) const {
-    return behind_exchange() + kSlots * kShape.scale_bytes() + s * kShape.present_bytes();
+    return shared_address(raw) + kSlots * kShape.slot_bytes() + kShape.exchange_bytes() +
+           s * kShape.present_bytes();
   }
   /// What follows from the parts so far of a head, of so many rows: from row to row, and behind
   /// `rows` of them (maximum, sum) of each.
@@ -314,17 +391,47 @@ struct DecodeShared {
   __device__ float2* so_far_state(int rows) const {
     return reinterpret_cast<float2*>(so_far_o() + rows * kD);
   }
-  __device__ std::uint32_t full(int s) const { return shared_address(&control.slot_full[s]); }
-  __device__ std::uint32_t empty(int s) const { return shared_address(&control.slot_empty[s]); }
+};
 
-  /// Query rows of a unit.
-  __device__ static int rows_of(const DecodeParams& params, const DecodeUnit& unit) {
-    return min(kTileRows, unit.seqlen_q * params.group - unit.row_block * kTileRows);
+/// Shared memory where warps have columns of O. Behind the ring; `blocks` of 8 query rows.
+template <int kWidth, int kRow>
+struct DecodeColumns : DecodeSlots<kWidth, kRow> {
+  using Slots = DecodeSlots<kWidth, kRow>;
+  using Slots::at, Slots::kShape, Slots::kSlots, Slots::raw;
+  static constexpr int kFirstLoadWarp = Slots::kWarps + 1;
+  static constexpr bool kQueriesInSlots = false;
+  // Bytes of a block of 8 query rows.
+  static constexpr int kWeights = kShape.weights_bytes(1), kNumbers = kShape.numbers_bytes(1);
+  static constexpr int kQueries = kShape.query_bytes(1), kColumns = kShape.column_bytes(1);
+
+  __device__ std::uint32_t scales(int s) const {
+    return at(kSlots * kShape.slot_bytes() + s * kShape.scale_bytes());
   }
-
- private:
-  __device__ std::uint32_t behind_exchange() const {
-    return shared_address(raw) + kSlots * kShape.slot_bytes() + kShape.exchange_bytes();
+  __device__ std::uint32_t present(int s) const {
+    return at(kSlots * (kShape.slot_bytes() + kShape.scale_bytes()) + s * kShape.present_bytes());
+  }
+  __device__ std::uint32_t weights() const { return at(kShape.ring_bytes()); }
+  __device__ std::uint32_t maxima(int blocks) const {
+    return at(kShape.ring_bytes() + blocks * kWeights);
+  }
+  __device__ std::uint32_t sums(int blocks) const { return maxima(blocks) + blocks * kNumbers; }
+  __device__ std::uint32_t kept(int blocks) const { return sums(blocks) + blocks * kNumbers; }
+  __device__ static int queries_at(int blocks) {
+    return kShape.ring_bytes() + blocks * (kWeights + 3 * kNumbers);
+  }
+  __device__ std::uint32_t queries(int blocks, int buffer) const {
+    return at(queries_at(blocks) + buffer * blocks * kQueries);
+  }
+  /// What lies behind so many buffers of queries.
+  __device__ float4* behind_queries(int blocks, int buffers) const {
+    return reinterpret_cast<float4*>(raw + queries_at(blocks) + buffers * blocks * kQueries);
+  }
+  /// What follows from the parts so far of a head: of each value warp and its lanes.
+  __device__ float4* so_far_o(int blocks) const {
+    return behind_queries(blocks, tiles::kDecodeQueryBuffers);
+  }
+  __device__ float4* so_far_state(int blocks) const {
+    return so_far_o(blocks) + blocks * (kColumns / 16);
   }
 };
 

@@ -1,7 +1,7 @@
-#include "kernels/cuda/decode_sm90.cuh"
-template rafter::Status rafter::cuda::launch_decode_sm90<rafter::DType::f16, 1, 0>(
+#include "kernels/cuda/decode_sm90_columns.cuh"
+template rafter::Status rafter::cuda::launch_decode_sm90_columns<rafter::DType::f16, 1, 0>(
     const DecodeParams&, const DecodeMaps&, bool, unsigned, void*);
-template rafter::Status rafter::cuda::launch_decode_sm90<rafter::DType::f16, 1, 1>(
+template rafter::Status rafter::cuda::launch_decode_sm90_columns<rafter::DType::f16, 1, 1>(
     const DecodeParams&, const DecodeMaps&, bool, unsigned, void*);
-template rafter::Status rafter::cuda::launch_decode_sm90<rafter::DType::f16, 1, 2>(
+template rafter::Status rafter::cuda::launch_decode_sm90_columns<rafter::DType::f16, 1, 2>(
     const DecodeParams&, const DecodeMaps&, bool, unsigned, void*);
