@@ -41,7 +41,7 @@ Result<ModelConfig> find_model(std::string_view name);  // invalid_argument list
 /// A Hugging Face config.json of a Llama-like model. num_key_value_heads defaults to
 /// num_attention_heads, head_dim to hidden_size / num_attention_heads. Also of mixtral and
 /// qwen3_moe, whose layers all have experts. Errors: io_error (not JSON), invalid_argument (missing
-/// or impossible key), unsupported (a model_type that is not Llama-like).
+/// or impossible key), unsupported (a model_type not like Llama, a key of unknown effect).
 Result<ModelConfig> parse_model(std::string_view json, std::string_view name = "config.json");
 Result<ModelConfig> load_model(const std::string& path);
 

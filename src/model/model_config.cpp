@@ -1,6 +1,7 @@
 // Llama-like models: a Hugging Face config.json to shapes, and shapes to an exact parameter count.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -99,17 +100,94 @@ class Reader {
     }
   }
   const Status& status() const { return status_; }
-
- private:
   static std::string shown(const json& value) {
     std::string text = value.is_structured()
                            ? value.type_name()
                            : value.dump(-1, ' ', false, json::error_handler_t::replace);
     return text.size() > 40 ? text.substr(0, 37) + "..." : text;
   }
+
+ private:
   const json& object_;
   Status status_;
 };
+
+/// Read here or, of what runs, by parse_transformer().
+constexpr std::string_view kUnderstoodKeys[] = {"model_type",
+                                                "hidden_size",
+                                                "intermediate_size",
+                                                "num_hidden_layers",
+                                                "head_dim",
+                                                "num_attention_heads",
+                                                "num_key_value_heads",
+                                                "vocab_size",
+                                                "attention_bias",
+                                                "tie_word_embeddings",
+                                                "mlp_bias",
+                                                "torch_dtype",
+                                                "dtype",
+                                                "use_sliding_window",
+                                                "sliding_window",
+                                                "max_window_layers",
+                                                "layer_types",
+                                                "rms_norm_eps",
+                                                "rope_theta",
+                                                "rope_scaling",
+                                                "rope_parameters",
+                                                "partial_rotary_factor",
+                                                "qkv_bias",
+                                                "hidden_act"};
+constexpr std::string_view kExpertKeys[] = {
+    "num_experts",         "num_local_experts",   "num_experts_per_tok", "moe_intermediate_size",
+    "decoder_sparse_step", "mlp_only_layers",     "norm_topk_prob",      "router_aux_loss_coef",
+    "router_jitter_noise", "output_router_logits"};
+/// Of training, tokens, files, limits and sampling: a forward pass is the same with any value.
+constexpr std::string_view kHarmlessKeys[] = {"architectures",
+                                              "attention_dropout",
+                                              "auto_map",
+                                              "bos_token_id",
+                                              "eos_token_id",
+                                              "pad_token_id",
+                                              "decoder_start_token_id",
+                                              "initializer_range",
+                                              "max_position_embeddings",
+                                              "max_length",
+                                              "min_length",
+                                              "name_or_path",
+                                              "pretraining_tp",
+                                              "transformers_version",
+                                              "use_cache",
+                                              "output_attentions",
+                                              "output_hidden_states",
+                                              "return_dict",
+                                              "temperature",
+                                              "top_p",
+                                              "top_k",
+                                              "do_sample",
+                                              "repetition_penalty",
+                                              "id2label",
+                                              "label2id",
+                                              "problem_type",
+                                              "chunk_size_feed_forward",
+                                              "is_encoder_decoder",
+                                              "hidden_dropout",
+                                              "task_specific_params",
+                                              "tokenizer_class"};
+
+/// Every key is one that is understood or known to be harmless: a model that is counted as another
+/// would be counted wrong.
+void check_keys(const json& document, bool has_experts, Reader& read) {
+  const auto among = [](const auto& keys, const std::string& key) {
+    return std::ranges::find(keys, key) != std::ranges::end(keys);
+  };
+  for (const auto& [key, value] : document.items()) {
+    if (!among(kUnderstoodKeys, key) && !among(kHarmlessKeys, key) &&
+        !(has_experts && among(kExpertKeys, key)) && !key.starts_with('_') && !value.is_null()) {
+      read.fail(Status::unsupported(key, Reader::shown(value),
+                                    "it is not known whether it changes what the model computes"));
+    }
+  }
+}
 
 /// Experts in place of the MLP of every layer: Mixtral's keys or Qwen's.
 void read_experts(const json& document, const std::string& type, Reader& read, ModelConfig& m) {
@@ -222,6 +300,7 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
   if (!activation.empty() && activation != "silu" && activation != "swish") {
     read.fail(Status::unsupported("hidden_act", activation, "silu"));
   }
+  check_keys(document, m.has_experts(), read);
   if (!read.status()) {
     return read.status();
   }

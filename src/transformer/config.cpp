@@ -1,5 +1,5 @@
 // What running a Llama-like model takes from its config.json beside the shapes that the cost model
-// reads: constants of the norms and of RoPE. A key that is not understood is refused by name.
+// reads, which refuses keys that nobody understands: constants of the norms and of RoPE.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,60 +17,6 @@ namespace rafter {
 namespace {
 
 using nlohmann::json;
-
-/// Read by parse_model().
-constexpr std::array<std::string_view, 15> kShapeKeys = {"model_type",
-                                                         "hidden_size",
-                                                         "intermediate_size",
-                                                         "num_hidden_layers",
-                                                         "num_attention_heads",
-                                                         "num_key_value_heads",
-                                                         "head_dim",
-                                                         "vocab_size",
-                                                         "tie_word_embeddings",
-                                                         "attention_bias",
-                                                         "mlp_bias",
-                                                         "torch_dtype",
-                                                         "dtype",
-                                                         "use_sliding_window",
-                                                         "hidden_act"};
-/// Read here.
-constexpr std::array<std::string_view, 9> kOwnKeys = {
-    "rms_norm_eps",   "rope_theta",        "rope_scaling", "rope_parameters",
-    "sliding_window", "max_window_layers", "layer_types",  "partial_rotary_factor",
-    "qkv_bias"};
-/// Of training, tokens, files, limits and sampling: a forward pass is the same with any value.
-constexpr std::array<std::string_view, 31> kHarmlessKeys = {"architectures",
-                                                            "attention_dropout",
-                                                            "auto_map",
-                                                            "bos_token_id",
-                                                            "eos_token_id",
-                                                            "pad_token_id",
-                                                            "decoder_start_token_id",
-                                                            "initializer_range",
-                                                            "max_position_embeddings",
-                                                            "max_length",
-                                                            "min_length",
-                                                            "name_or_path",
-                                                            "pretraining_tp",
-                                                            "transformers_version",
-                                                            "use_cache",
-                                                            "output_attentions",
-                                                            "output_hidden_states",
-                                                            "return_dict",
-                                                            "temperature",
-                                                            "top_p",
-                                                            "top_k",
-                                                            "do_sample",
-                                                            "repetition_penalty",
-                                                            "id2label",
-                                                            "label2id",
-                                                            "problem_type",
-                                                            "chunk_size_feed_forward",
-                                                            "is_encoder_decoder",
-                                                            "hidden_dropout",
-                                                            "task_specific_params",
-                                                            "tokenizer_class"};
 
 template <std::size_t kSize>
 bool among(const std::array<std::string_view, kSize>& keys, std::string_view key) {
@@ -130,19 +76,6 @@ class Reader {
   std::string prefix_;
   Status status_;
 };
-
-/// Every key is one that is understood or known to be harmless.
-Status check_keys(const json& document) {
-  for (const auto& [key, value] : document.items()) {
-    if (among(kShapeKeys, key) || among(kOwnKeys, key) || among(kHarmlessKeys, key) ||
-        key.starts_with('_') || value.is_null()) {
-      continue;
-    }
-    return Status::unsupported(key, shown(value),
-                               "it is not known whether it changes what the model computes");
-  }
-  return Status::ok();
-}
 
 /// rope_scaling as published until transformers 4, rope_parameters since 5: a type and its numbers.
 Status read_scaling(const json& object, const std::string& name, RopeConfig& rope) {
@@ -319,9 +252,6 @@ Result<TransformerConfig> parse_transformer(std::string_view text, std::string_v
   TransformerConfig config;
   config.model = *std::move(model);
   const json document = json::parse(text, nullptr, false);
-  if (Status s = check_keys(document); !s) {
-    return s;
-  }
   Reader read(document, "");
   config.rms_norm_eps = read.positive("rms_norm_eps", 1e-6, 1);
   for (Status s : {read_rope(document, read, config.rope), read_windows(read, config.model),

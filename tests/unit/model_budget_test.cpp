@@ -63,7 +63,7 @@ TEST(Models, ReadDefaultsAndRefuseWhatIsNotLlamaLike) {
     // The first of two equal keys is overwritten by the second: remove the original.
     const std::size_t second = text.find(std::string("\"") + key + "\"", 5);
     if (second != std::string::npos) {
-      text.replace(second, std::string(key).size() + 2, "\"unused\"");
+      text.replace(second, std::string(key).size() + 2, "\"_unused\"");
     }
     const Result<ModelConfig> result = parse_model(text);
     return result ? std::string("accepted") : result.status().parameter();
@@ -79,6 +79,11 @@ TEST(Models, ReadDefaultsAndRefuseWhatIsNotLlamaLike) {
   EXPECT_EQ(refused("torch_dtype", "\"float8\""), "torch_dtype");
   EXPECT_EQ(refused("hidden_act", "\"gelu\""), "hidden_act");
   EXPECT_EQ(refused("head_dim", "128"), "accepted");
+  EXPECT_EQ(refused("some_new_key", "7"), "some_new_key");
+  EXPECT_EQ(refused("some_new_key", "null"), "accepted");
+  EXPECT_EQ(refused("quantization_config", "{\"bits\": 4}"), "quantization_config");
+  EXPECT_EQ(refused("num_local_experts", "8"), "num_local_experts");  // a llama has none
+  EXPECT_EQ(refused("use_cache", "false"), "accepted");
   for (const char* text : {"", "[]", "{", "7"}) {
     EXPECT_EQ(parse_model(text).status().code(), StatusCode::kIoError) << text;
   }
