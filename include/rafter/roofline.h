@@ -210,7 +210,7 @@ struct Cost {
 /// Attention (attention.h's problem), per pipeline and pass.
 ///   forward   FLOPs 2·pairs·(head_dim + head_dim_v) + softmax · pairs, pairs counted exactly per
 ///             row; K, V only for keys that some row sees, once per KV head; scores pass through
-///             memory score_passes times (visible ones only)
+///             memory score_passes times (visible ones; with score_block_rows, blocks)
 ///   backward  fused: 5 products (QKᵀ again, dP, dV, dK, dQ); unfused and half-fused: 4, and the
 ///             stored P or S read back; D = rowsum(dO ∘ O) by a kernel of its own
 /// Packed problems cost as many full-length sequences as total_q and total_kv hold, and the rest;
@@ -353,7 +353,7 @@ Result<FusionGain> fusion_gain(const AttentionProblem& problem, Pipeline pipelin
 
 /// The length seqlen_q = seqlen_kv at which attention crosses the ridge. With FLOPs f2·S² + f1·S
 /// and bytes b2·S² + b1·S the root is (ridge·b1 − f1) / (f2 − ridge·b2), closed form; masks with a
-/// window and tiled traffic are solved by bisection of the (monotone) intensity.
+/// window, blocks of scores and tiled traffic are solved by bisection of the intensity.
 struct Crossover {
   bool reachable = false;
   std::optional<double> seqlen;             // real; unset when never

@@ -30,9 +30,10 @@ class Curve {
     return at(model::totals_of(shape_, s, s, mask_, convention_)).intensity();
   }
   /// True when FLOPs and bytes are f2·S² + f1·S and b2·S² + b1·S: compulsory traffic and a mask
-  /// that is none or causal.
+  /// that is none, or causal without blocks that land whole.
   bool is_polynomial() const {
-    const bool plain = mask_.is_none() || (mask_.window_left < 0 && mask_.window_right == 0);
+    const bool causal = mask_.window_left < 0 && mask_.window_right == 0;
+    const bool plain = mask_.is_none() || (causal && convention_.score_block_rows == 0);
     return convention_.traffic_model == TrafficModel::compulsory && plain;
   }
 

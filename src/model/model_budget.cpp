@@ -270,8 +270,8 @@ std::vector<Ceiling> ceilings_of(const Step& step, const DeviceSpec& device, con
   Convention at_roofs = step.convention;  // efficiencies are of times, never of ceilings
   at_roofs.compute_efficiency = at_roofs.bandwidth_efficiency = 1;
   at_roofs.attention_compute_efficiency = std::nullopt;
-  Step roofs{step.request,      at_roofs,      step.params, step.roof,
-             step.weight_dtype, step.kv_dtype, step.seqlen, step.batch};
+  Step roofs{step.request,  at_roofs,    step.params, step.roof, step.weight_dtype,
+             step.kv_dtype, step.seqlen, step.batch,  nullptr};
   const Gemms gemms = gemms_of(roofs);
   const Attention attention = attention_of(roofs, step.request.pipeline);
   const double elementwise = elementwise_of(roofs).seconds;

@@ -174,10 +174,9 @@ Result<Prediction> predict(const Cost& cost, const DeviceSpec& device,
 
   const auto times = [&](double peak, double bandwidth) {
     p.time_compute_s = cost.flops / (convention.compute_efficiency * peak);
-    p.time_bandwidth_s = cost.bytes / (convention.bandwidth_efficiency * bandwidth);
-    const double landing =
-        model::landing_seconds(cost, device, convention.bandwidth_efficiency * bandwidth);
-    const double kernel = std::max(p.time_compute_s, p.time_bandwidth_s + landing);
+    const double reached = convention.bandwidth_efficiency * bandwidth;
+    p.time_bandwidth_s = cost.bytes / reached + model::landing_seconds(cost, device, reached);
+    const double kernel = std::max(p.time_compute_s, p.time_bandwidth_s);
     const double launch = std::isnan(dispatch.seconds) ? 0 : dispatch.seconds;
     return convention.time_model == TimeModel::sum ? kernel + launch : std::max(kernel, launch);
   };

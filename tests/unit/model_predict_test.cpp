@@ -244,6 +244,8 @@ TEST(Crossover, IsWhereAScanOfTheLengthsFindsIt) {
   Convention tiled;
   tiled.traffic_model = TrafficModel::tiled;
   tiled.fast_memory_bytes = 1 << 20;
+  Convention blocks;
+  ASSERT_TRUE(blocks.set("score_block_rows", "128"));
   const CrossoverCase cases[] = {
       {"full", Mask::none(), Pipeline::fused, Pass::forward, {}},
       {"causal", Mask::causal(), Pipeline::fused, Pass::forward, {}},
@@ -252,6 +254,7 @@ TEST(Crossover, IsWhereAScanOfTheLengthsFindsIt) {
       {"window right", Mask::window(-1, 20), Pipeline::fused, Pass::forward, {}},
       {"window left", Mask::window(150, -1), Pipeline::fused, Pass::forward, {}},
       {"tiled", Mask::none(), Pipeline::fused, Pass::forward, tiled},
+      {"causal blocks", Mask::causal(), Pipeline::half_fused, Pass::forward, blocks},
       {"backward", Mask::causal(), Pipeline::fused, Pass::backward, {}},
       {"lecture", Mask::none(), Pipeline::fused, Pass::forward, Convention::lecture()},
   };
