@@ -101,7 +101,7 @@ BenchRow step_row(const StepResult& result, const Transformer& model, const This
   row.predicted.wall = budget.wall;
   row.bound_s = budget.device_time_s;
   const double median_s = timing.seconds.median;
-  row.more["launches_counted"] = result.launches_counted ? Json(*result.launches_counted) : Json();
+  row.kept["launches_counted"] = result.launches_counted ? Json(*result.launches_counted) : Json();
   row.more["predicted_gemm_time_s"] = number(budget.gemm_time_s);
   row.more["predicted_attention_time_s"] = number(budget.attention_time_s);
   row.more["predicted_elementwise_time_s"] = number(budget.elementwise_time_s);
@@ -118,7 +118,7 @@ BenchRow step_row(const StepResult& result, const Transformer& model, const This
   row.more["attention_share"] = number(budget.attention_share);
   row.more["weight_bytes"] = number(model.weight_bytes());
   row.more["weights_time_s"] = number(budget.weights_time_s);
-  row.more["share_of_weights_floor"] = number(budget.weights_time_s / median_s);
+  row.kept["share_of_weights_floor"] = number(budget.weights_time_s / median_s);
   row.more["tokens_per_s"] =
       number(static_cast<double>(point.batch * (point.phase == Phase::prefill ? point.seqlen : 1)) /
              median_s);

@@ -107,6 +107,9 @@ Result<Plan> plan(const AttentionProblem& problem, const Device& device,
   if (!cost) {
     return cost.status();
   }
+  if (state->entry->pipeline == Pipeline::split_kv) {
+    cost->launches = 1;  // no kernel here leaves the merge of its parts to a second one
+  }
   Result<Prediction> prediction = predict(*cost, **spec);
   if (!prediction) {
     return prediction.status();

@@ -342,6 +342,7 @@ TEST(DecodePlan, CostIsThatOfTheDecodeModel) {
     EXPECT_EQ(made->cost().bytes, cost->bytes);
     EXPECT_EQ(made->cost().kv_bytes, cost->kv_bytes);
     EXPECT_EQ(made->cost().flops, cost->flops);
+    EXPECT_EQ(made->cost().launches, 1);  // parts are merged where they are computed
   }
 }
 
