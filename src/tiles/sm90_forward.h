@@ -25,9 +25,6 @@ struct Sm90ForwardRow {
   bool ordered = true;      // warpgroups take turns at issuing matmuls; which pays was measured
   bool idles = false;       // a warpgroup without queries in a tile computes nothing
   bool own_ranges = false;  // each warpgroup walks the keys that its own queries see: for masks
-  // One loop for edges and interior, and the next query tile begins across key tiles of others too:
-  // less code and fewer beginnings, for sequences of few key tiles.
-  bool is_short = false;
 
   constexpr int tile_q() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
@@ -56,8 +53,7 @@ struct Sm90ForwardRow {
            128 * (producer_registers + warpgroups * consumer_registers) <= held &&
            fragment_registers() + 24 <= consumer_registers && consumer_registers % 8 == 0 &&
            producer_registers % 8 == 0 && (!runs_on || queries_in_registers || q_slots > 1) &&
-           !(own_ranges && ordered) && (!is_short || (own_ranges && runs_on)) &&
-           tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
+           !(own_ranges && ordered) && tile_kv % 16 == 0 && tile_kv <= 256 && head_dim % 64 == 0;
   }
 };
 
@@ -79,23 +75,6 @@ constexpr Sm90ForwardRow with_own_ranges(Sm90ForwardRow row) {
   row.own_ranges = true;
   return row;
 }
-/// For masks over at most this many keys; up to the queries of one tile of the other row, that one
-/// is faster.
-inline constexpr int kSm90ForwardShortKeys = 1024;
-inline constexpr int kSm90ForwardShortQueries = kSm90ForwardRow64.tile_q() + 1;
-inline constexpr Sm90ForwardRow kSm90ForwardRow64Short = {.head_dim = 64,
-                                                          .head_dim_v = 64,
-                                                          .warpgroups = 4,
-                                                          .tile_kv = 64,
-                                                          .stages = 8,
-                                                          .producer_registers = 32,
-                                                          .consumer_registers = 112,
-                                                          .store_by_copy = true,
-                                                          .q_slots = 2,
-                                                          .runs_on = true,
-                                                          .ordered = false,
-                                                          .own_ranges = true,
-                                                          .is_short = true};
 inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
     kSm90ForwardRow64,
     {.head_dim = 128,
@@ -125,7 +104,6 @@ inline constexpr Sm90ForwardRow kSm90ForwardRows[] = {
      .producer_registers = 40,
      .consumer_registers = 232},
     with_own_ranges(kSm90ForwardRow64),
-    kSm90ForwardRow64Short,
 };
 inline constexpr int kSm90ForwardRowCount = sizeof(kSm90ForwardRows) / sizeof(kSm90ForwardRows[0]);
 
@@ -140,10 +118,8 @@ constexpr bool every_sm90_forward_row_fits() {
 static_assert(every_sm90_forward_row_fits());
 
 /// The row for both head dimensions, or −1: the first that holds them; masked: one of the same
-/// head dimensions with ranges of their own, where there is one; of those, for short sequences, the
-/// one for them.
-constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, bool masked,
-                                   bool is_short) {
+/// tiles with ranges of their own, where there is one.
+constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, bool masked) {
   int found = -1;
   for (int i = 0; i < kSm90ForwardRowCount; ++i) {
     const Sm90ForwardRow& row = kSm90ForwardRows[i];
@@ -151,13 +127,16 @@ constexpr int sm90_forward_row_for(long long head_dim, long long head_dim_v, boo
       if (head_dim <= row.head_dim && head_dim_v <= row.head_dim_v) {
         found = i;
       }
-    } else if (masked && row.own_ranges && (is_short || !row.is_short) &&
-               row.head_dim == kSm90ForwardRows[found].head_dim &&
+    } else if (masked && row.own_ranges && row.head_dim == kSm90ForwardRows[found].head_dim &&
                row.head_dim_v == kSm90ForwardRows[found].head_dim_v) {
       found = i;
     }
   }
   return found;
 }
+static_assert(sm90_forward_row_for(64, 64, false) == 0 && sm90_forward_row_for(64, 64, true) == 4 &&
+              sm90_forward_row_for(72, 64, true) == 1 &&
+              sm90_forward_row_for(192, 128, true) == 2 &&
+              sm90_forward_row_for(192, 192, false) == 3 && sm90_forward_row_for(257, 1, true) < 0);
 
 }  // namespace rafter::tiles

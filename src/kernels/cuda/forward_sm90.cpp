@@ -27,24 +27,16 @@ using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
     {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
      cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>,
-     cuda::launch_forward_sm90<DType::bf16, 4>, cuda::launch_forward_sm90<DType::bf16, 5>},
+     cuda::launch_forward_sm90<DType::bf16, 4>},
     {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
      cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>,
-     cuda::launch_forward_sm90<DType::f16, 4>, cuda::launch_forward_sm90<DType::f16, 5>},
+     cuda::launch_forward_sm90<DType::f16, 4>},
 }};
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// Every sequence is as long as the problem says. Where they differ, short ones take the row of the
-/// longest: what is computed of a sequence must not depend on its neighbours.
-bool is_short(const AttentionProblem& p) {
-  return p.layout == Layout::dense && !p.seqused_kv &&
-         p.seqlen_q >= tiles::kSm90ForwardShortQueries &&
-         p.seqlen_kv <= tiles::kSm90ForwardShortKeys;
-}
-
 int row_of(const AttentionProblem& p) {
-  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none(), is_short(p));
+  return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none());
 }
 
 /// Query tiles of the problem, at most.
@@ -83,7 +75,8 @@ bool tiles_differ(const AttentionProblem& p) {
 bool last_tile_is_short(const AttentionProblem& p) {
   constexpr std::int64_t kFewBlocks = 32;
   const tiles::Sm90ForwardRow& row = kSm90ForwardRows[row_of(p)];
-  return row.idles && p.seqlen_q % row.tile_q() != 0 && p.seqlen_q <= kFewBlocks * row.tile_q();
+  return row.idles && p.seqlen_q % row.tile_q() != 0 && p.seqlen_q > row.tile_q() &&
+         p.seqlen_q <= kFewBlocks * row.tile_q();
 }
 
 /// CTAs draw tiles that differ from a counter, save where each has no more than one: a workspace

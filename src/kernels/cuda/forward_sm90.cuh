@@ -531,7 +531,7 @@ struct Forward {
     };
     bool begins = true;  // with query tile t, not by a step out of the one before
     bool ready = false;  // K and V of the next step were seen to have arrived
-    // S of the next key tile and O += P V of key tile n.
+    // S of key tile n + 1 and O += P V of key tile n.
     const auto issue = [&] {
       take_turn(warpgroup);
       wgmma_fence();
@@ -568,12 +568,7 @@ struct Forward {
         issue();
         wgmma_wait<1>();
         keep_in_place(s);
-        if constexpr (kShape.is_short) {
-          const int2 interior = control.plan(t).interior[warpgroup];
-          if (j < interior.x || j >= interior.y) [[unlikely]] {
-            finish_edge();
-          }
-        } else if constexpr (edge) {
+        if constexpr (edge) {
           finish_edge();
         }
         finish_scores(n + 1);
@@ -582,26 +577,18 @@ struct Forward {
       };
       --j;
       const PlannedTile<kWarpgroups>& walked = control.plan(t);
-      if constexpr (kShape.is_short) {
-        const int last = walked_by(walked, warpgroup).x;
 #pragma unroll 1
-        for (; j >= last; --j) {
+      while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
+        const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
+                                                               : walked.interior[warpgroup].y;
+#pragma unroll 1
+        for (; j >= edges_end; --j) {
           step(std::true_type{});
         }
-      } else {
+        const int interior_end = walked.interior[warpgroup].x;
 #pragma unroll 1
-        while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
-          const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
-                                                                 : walked.interior[warpgroup].y;
-#pragma unroll 1
-          for (; j >= edges_end; --j) {
-            step(std::true_type{});
-          }
-          const int interior_end = walked.interior[warpgroup].x;
-#pragma unroll 1
-          for (; j >= interior_end; --j) {
-            step(std::false_type{});
-          }
+        for (; j >= interior_end; --j) {
+          step(std::false_type{});
         }
       }
       if constexpr (!kShape.queries_in_registers) {
@@ -615,28 +602,16 @@ struct Forward {
         control.await_plan(t + 1);
         const PlannedTile<kWarpgroups>& next = control.plan(t + 1);
         bool follows = !next.is_empty() && !idles(next, warpgroup);
-        std::uint32_t next_n = n + 1;  // the first key tile of the next query tile
-        if constexpr (kShape.own_ranges) {
-          // Key tiles that lie between are for others. While V of this one holds its slot, those
-          // that are passed over must fit the rest.
+        const std::uint32_t next_n = n + 1;  // the first key tile of the next query tile
+        if constexpr (kShape.own_ranges) {   // none lies between that is for others
           const int2 keys = next.own[warpgroup];
-          if constexpr (kShape.is_short) {
-            next_n = passed.first + static_cast<std::uint32_t>(next.range.y - keys.y);
-            follows = keys.x < keys.y && next_n - (n + 1) <= kStages - 2u;
-          } else {
-            follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
-          }
+          follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
         }
         if (follows) {
           // A step into the next query tile.
           ++t;
           barrier_wait(shared_address(&control.q_full[warpgroup][t % kSlots]), t / kSlots % 2);
           load_q();
-          if constexpr (kShape.is_short) {
-            Passed between{n + 1, 0};
-            pass_over(control, between, next_n);
-            k = low_half(kKMajor, shared.k_of(next_n % kStages));
-          }
           if (!kShape.sets_outputs || !ready) {
             await_keys(next_n);
             await_values(n);

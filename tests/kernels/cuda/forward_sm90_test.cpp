@@ -528,7 +528,7 @@ std::vector<Case> cases() {
   add("many_tiles", shape(5, 40, 8, 200, 140, 64));
   add("many_tiles_causal", shape(5, 28, 4, 400, 330, 64, causal));
   add("many_tiles_window", shape(5, 28, 4, 400, 400, 64, Mask::window(70, 150)));
-  // The same beyond the keys of the row for short sequences, and at its last.
+  // More keys.
   add("many_tiles_causal_1100", shape(2, 40, 4, 400, 1100, 64, causal));
   add("many_tiles_window_1100", shape(2, 40, 4, 400, 1100, 64, Mask::window(70, 150)));
   add("many_tiles_causal_1024", shape(1, 40, 4, 1024, 1024, 64, causal));
