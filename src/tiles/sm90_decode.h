@@ -46,7 +46,7 @@ struct Sm90DecodeRow {
   constexpr int panel_bytes() const { return tile_keys() * kDecodePanelBytes; }
   /// From one query row to the next in a slot: eight rows of one column meet eight banks.
   constexpr int query_pitch() const { return 2 * head_dim + 16; }
-  /// A slot holds a tile of K or V, or the queries of a unit.
+  /// A slot holds a tile of K or V, or, where warps have keys, the queries of a unit.
   constexpr int slot_bytes() const { return panels() * panel_bytes(); }
   /// Beside each slot: the factors of its rows (8-bit caches), and a word for the 16 keys of each
   /// warp that says which are there (pages).

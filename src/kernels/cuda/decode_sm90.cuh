@@ -1,7 +1,8 @@
 // Decode for sm_90a: few queries against many keys, O = softmax(softmax_scale · QKᵀ + mask) V with
 // the keys of a sequence split into parts that are merged in the same launch.
 //   Q, O [batch, heads_q, seqlen_q, D], bf16 or f16   lse [batch, heads_q, seqlen_q]
-//   K, V [batch, heads_kv, seqlen_kv, D], dense, packed or in pages; 16 bits, int8 or e4m3
+//   K, V [batch, heads_kv, seqlen_kv, D], dense, packed or in pages; 16 bits, up to 8 query heads a
+//   KV head (others: decode_sm90_columns.cuh)
 // A unit of work is one part of the keys of a sequence for one KV head and up to 64 query rows
 // (position × head of the group). A CTA has a share of units that follow each other. Warps, by
 // their work:

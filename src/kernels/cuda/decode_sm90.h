@@ -87,7 +87,7 @@ Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bo
                           unsigned blocks, void* stream);
 
 /// The same where warps have columns of O: for an element width of the cache (0: 16-bit, 1: 8-bit);
-/// `e4m3` tells 8-bit caches from int8. Defined in decode_sm90_columns.cuh.
+/// `e4m3` tells such caches from int8. Defined in decode_sm90_columns.cuh.
 template <DType kDType, int kWidth, int kRow>
 Status launch_decode_sm90_columns(const DecodeParams& params, const DecodeMaps& maps, bool e4m3,
                                   unsigned blocks, void* stream);

@@ -87,7 +87,7 @@ struct DecodeAttend {
         for (int e = 0; e < 2; ++e) {
           const int byte = query_byte(i, h) + 2 * e;
           if (byte < bytes) {
-            word |= std::uint32_t{__ldg(reinterpret_cast<const std::uint16_t*>(source + byte))}
+            word |= std::uint32_t{*reinterpret_cast<const std::uint16_t*>(source + byte)}
                     << (16 * e);
           }
         }

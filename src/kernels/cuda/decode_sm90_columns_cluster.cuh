@@ -1,5 +1,5 @@
 // decode_sm90 where every KV head of every sequence has a cluster of CTAs at once: few heads, or
-// one sequence. The cut and the arithmetic are those of decode_sm90.cuh, and so are the bits; what
+// one sequence. The cut and the arithmetic are decode_sm90_columns.cuh's, and so are the bits; what
 // is missing is what a CTA needs to go from unit to unit. CTA i of C has the parts i, i + C, … of
 // its head. Each of its warps copies its own keys (cp.async); a warp that has columns of O sends
 // them, of each part, to one CTA of the cluster through shared memory of the cluster; each merges
@@ -25,7 +25,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
   using Copies = DecodeClusterCopies<Shared, kPaged>;
   using Copies::ask, Copies::first_key, Copies::following, Copies::rows_of;
   using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
-  using Copies::kChunks, Copies::kRowsAtOnce, Copies::kShape, Copies::kSlots;
+  using Copies::kChunks, Copies::kShape, Copies::kSlots;
   using Copies::params, Copies::shared;
   using typename Copies::Next;
 

@@ -299,7 +299,7 @@ struct DecodeLoad {
     } else if (lane == 0) {
       barrier_arrive(shared.full(slot));
     }
-    if (kBytes || !params.by_box) {
+    if (!params.by_box) {
       arrive_with_copies(shared.full(slot));
     }
   }
@@ -330,7 +330,7 @@ struct DecodeLoad {
 #pragma unroll 1
         for (int byte = 0; byte < params.q.row_bytes; byte += 2) {
           asm volatile("st.shared.u16 [%0], %1;" ::"r"(row_to + byte),
-                       "h"(__ldg(reinterpret_cast<const std::uint16_t*>(from + byte)))
+                       "h"(*reinterpret_cast<const std::uint16_t*>(from + byte))
                        : "memory");
         }
       }

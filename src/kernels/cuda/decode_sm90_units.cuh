@@ -329,7 +329,7 @@ struct DecodeRing {
 /// The ring of an instantiation.
 template <int kWidth, int kRow>
 struct DecodeSlots {
-  static constexpr int kElementWidth = kWidth, kTuningRow = kRow;
+  static constexpr int kElementWidth = kWidth;
   static constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
   static constexpr int kWarps = kShape.warps, kSlots = kShape.slots;
   static constexpr int kD = kShape.head_dim, kTileRows = kShape.tile_rows();
