@@ -24,7 +24,7 @@ TEST(Check, EveryKernelOfThisMachinePassesOnEveryCase) {
   std::int64_t passed = 0;
   std::int64_t kernels = 0;
   for (const auto& kernel : json["kernels"]) {
-    EXPECT_GT(kernel["passed"].get<int>(), kernel["pass"] == "forward" ? 100 : 50)
+    EXPECT_GT(kernel["passed"].get<int>(), kernel["pass"] == "forward" ? 100 : 40)
         << kernel["kernel"];
     passed += kernel["passed"].get<int>();
     ++kernels;

@@ -107,6 +107,9 @@ TEST_F(IsaTest, WithoutPermissionForAmxThePlannerTakesTheNextKernel) {
     }
   }
   const auto allowed = kernels();
+  if (!allowed.contains("forward_amx_bf16")) {
+    GTEST_SKIP() << "this build has no kernel for AMX";
+  }
   if (allowed.at("forward_amx_bf16").at("machine_has").get<bool>()) {
     EXPECT_EQ(kernels(denied).at("forward_amx_bf16").at("machine_reason"),
               "the kernel refuses permission to use AMX (arch_prctl)");

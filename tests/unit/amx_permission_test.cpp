@@ -50,10 +50,6 @@ TEST(AmxPermission, IsNotAskedForWhereTheStateIsNotThere) {
   EXPECT_EQ(asked, 0) << "the kernel was asked in vain";
 }
 
-TEST(AmxPermission, OfThisMachineFollowsFromItsFacts) {
-  EXPECT_EQ(request(), refusal(facts(), ask_kernel));
-}
-
 }  // namespace
 }  // namespace rafter::hw::amx
 #endif
