@@ -37,6 +37,9 @@ class Curve {
     return convention_.traffic_model == TrafficModel::compulsory && plain;
   }
 
+  /// Rows of a block of scores that lands whole; 0: there are none.
+  double block_rows() const { return mask_.is_none() ? 0 : convention_.score_block_rows; }
+
   struct Coefficients {
     double f2, f1, b2, b1;
   };
@@ -81,6 +84,8 @@ void solve_closed(const Curve& curve, Crossover& x) {
 
 /// Beyond this length a window's edge and a tile's rounding no longer show in the intensity.
 constexpr double kFar = 0x1p50;
+/// Beyond so many blocks of scores one more does not either.
+constexpr double kManyBlocks = 4096;
 
 void solve_by_bisection(const Curve& curve, Crossover& x) {
   x.closed_form = false;
@@ -89,7 +94,18 @@ void solve_by_bisection(const Curve& curve, Crossover& x) {
     x.intensity_limit_flop_per_byte = far;
   }
   const auto reached = [&](double s) { return curve.intensity(s) >= x.ridge_flop_per_byte; };
-  x.seqlen = model::smallest_real(reached, 1, kFar);
+  // A block of scores more reads K and V once more: the intensity falls there, and rises to the
+  // block's end. So the first block at whose end it is reached has the length.
+  double low = 1;
+  for (double end = curve.block_rows(); low < kManyBlocks * curve.block_rows();
+       end += curve.block_rows()) {
+    if (reached(end)) {
+      x.seqlen = model::smallest_real(reached, low, end);
+      return;
+    }
+    low = end;
+  }
+  x.seqlen = model::smallest_real(reached, low, kFar);
 }
 
 }  // namespace

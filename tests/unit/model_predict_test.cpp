@@ -244,8 +244,6 @@ TEST(Crossover, IsWhereAScanOfTheLengthsFindsIt) {
   Convention tiled;
   tiled.traffic_model = TrafficModel::tiled;
   tiled.fast_memory_bytes = 1 << 20;
-  Convention blocks;
-  ASSERT_TRUE(blocks.set("score_block_rows", "128"));
   const CrossoverCase cases[] = {
       {"full", Mask::none(), Pipeline::fused, Pass::forward, {}},
       {"causal", Mask::causal(), Pipeline::fused, Pass::forward, {}},
@@ -254,7 +252,6 @@ TEST(Crossover, IsWhereAScanOfTheLengthsFindsIt) {
       {"window right", Mask::window(-1, 20), Pipeline::fused, Pass::forward, {}},
       {"window left", Mask::window(150, -1), Pipeline::fused, Pass::forward, {}},
       {"tiled", Mask::none(), Pipeline::fused, Pass::forward, tiled},
-      {"causal blocks", Mask::causal(), Pipeline::half_fused, Pass::forward, blocks},
       {"backward", Mask::causal(), Pipeline::fused, Pass::backward, {}},
       {"lecture", Mask::none(), Pipeline::fused, Pass::forward, Convention::lecture()},
   };
@@ -266,6 +263,23 @@ TEST(Crossover, IsWhereAScanOfTheLengthsFindsIt) {
     EXPECT_LE(*x.seqlen, static_cast<double>(*x.seqlen_ceil));
     EXPECT_GT(*x.seqlen, static_cast<double>(*x.seqlen_ceil - 1));
   }
+}
+
+TEST(Crossover, FollowsBlocksOfScoresThatLandWhole) {
+  DeviceSpec d = toy();
+  d.figures["peak_bf16_flop_per_s"] = figure(600, "FLOP/s");
+  std::vector<std::int64_t> found;
+  for (const char* rows : {"0", "256", "512"}) {
+    CrossoverCase c{rows, Mask::causal(), Pipeline::half_fused, Pass::forward, {}};
+    ASSERT_TRUE(c.convention.set("score_block_rows", rows));
+    const Crossover x = must(crossover(square(1, c.mask), c.pipeline, d, c.convention));
+    ASSERT_TRUE(x.reachable) << rows;
+    EXPECT_EQ(x.closed_form, found.empty()) << rows;
+    EXPECT_EQ(*x.seqlen_ceil, first_at_ridge(c, d, 4000)) << rows;
+    found.push_back(*x.seqlen_ceil);
+  }
+  EXPECT_NE(found[0], found[1]);
+  EXPECT_NE(found[1], found[2]);
 }
 
 TEST(Crossover, NeverComesWhereTheLimitLiesBelowTheRidge) {
