@@ -199,27 +199,12 @@ struct DecodeFinish {
     }
   }
 
-  /// Waits for parts from `first` on, one a lane, at most 32. A graph runs again under the same id.
+  /// Waits for parts from `first` on, one a lane, at most 32.
   __device__ void await(const DecodeUnit& unit, int first) const {
     if (first + lane < unit.parts) {
-      std::uint64_t* const at = arrived(unit, first + lane);
-      std::uint64_t word;
-      do {
-        asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
-      } while (word != params.launch_id);
-      *at = 0;
+      await_part(arrived(unit, first + lane), params.launch_id);
     }
     __syncwarp();  // what one lane has acquired, all may read
-  }
-
-  /// Of the workspace; stays where it is written, not within the branch that uses it.
-  __device__ static float4 load_four(const float* from) {
-    float4 value;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(from)
-                 : "memory");
-    return value;
   }
 
   /// Waits for the parts behind `unit` and merges them, in their order, some at a time.

@@ -291,6 +291,26 @@ __device__ inline std::int64_t decode_slot(const DecodeParams& params, const Dec
   return group * params.max_parts + part;
 }
 
+/// Waits until a part is announced in `word` and sets it back: a graph runs again under the same
+/// id.
+__device__ inline void await_part(std::uint64_t* word, std::uint64_t launch_id) {
+  std::uint64_t value;
+  do {
+    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  } while (value != launch_id);
+  *word = 0;
+}
+
+/// Of the workspace; stays where it is written, not within the branch that uses it.
+__device__ inline float4 load_four(const void* from) {
+  float4 value;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
 /// Counts pages of the sequence that do not exist, where `unit` is the first of one. Whole warp.
 __device__ inline void count_bad_pages(const DecodeParams& params, const DecodeUnit& unit) {
   if (params.bad_pages == nullptr || params.page_size == 0 || unit.part != 0 || unit.head != 0 ||
