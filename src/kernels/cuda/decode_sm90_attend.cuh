@@ -276,19 +276,7 @@ struct DecodeAttend {
     if (first >= unit.first_key && first + kKeys <= unit.end_key) {
       return;
     }
-    const int key = first + lane % kKeys;
-    if (key < unit.first_key || key >= unit.end_key) {
-      const std::uint32_t at = shared.slot(slot);
-#pragma unroll 1
-      for (int chunk = lane / kKeys; chunk < 8 * kShape.panels(); chunk += 2) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         at + Shared::place(of * kKeys + lane % kKeys, chunk)),
-                     "r"(0)
-                     : "memory");
-      }
-      fence_shared_to_async();  // the copy engine writes there next
-    }
-    __syncwarp();
+    shared.clear_foreign_rows(unit, slot, of, first);
   }
 
   /// This warp has read a slot.

@@ -441,19 +441,7 @@ struct DecodeColumnsAttend : DecodeColumnsOperands<kDType, kWidth, kRow> {
   }
   /// Rows of V that no row of the sequence sees: 0 · NaN would be NaN.
   __device__ void clear_foreign(const DecodeUnit& unit, int slot, int first) const {
-    const int key = first + lane % kKeys;
-    if (key < unit.first_key || key >= unit.end_key) {
-      const std::uint32_t at = shared.slot(slot);
-#pragma unroll 1
-      for (int chunk = lane / kKeys; chunk < 8 * kShape.panels(); chunk += 2) {
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         at + Shared::place(warp * kKeys + lane % kKeys, chunk)),
-                     "r"(0)
-                     : "memory");
-      }
-      fence_shared_to_async();  // the copy engine writes there next
-    }
-    __syncwarp();
+    shared.clear_foreign_rows(unit, slot, warp, first);
   }
 
   /// This warp is done with a slot, or with the queries of a unit.

@@ -371,6 +371,24 @@ struct DecodeSlots {
   __device__ std::uint32_t full(int s) const { return shared_address(&control.slot_full[s]); }
   __device__ std::uint32_t empty(int s) const { return shared_address(&control.slot_empty[s]); }
 
+  /// Clears those of the 16 rows of V of block `of`, from key `first` on, that no row of the
+  /// sequence sees: 0 · NaN would be NaN. Whole warp.
+  __device__ void clear_foreign_rows(const DecodeUnit& unit, int s, int of, int first) const {
+    constexpr int kKeys = tiles::kDecodeBlockKeys;
+    const int lane = static_cast<int>(threadIdx.x % 32), key = first + lane % kKeys;
+    if (key < unit.first_key || key >= unit.end_key) {
+#pragma unroll 1
+      for (int chunk = lane / kKeys; chunk < 8 * kShape.panels(); chunk += 2) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         slot(s) + place(of * kKeys + lane % kKeys, chunk)),
+                     "r"(0)
+                     : "memory");
+      }
+      fence_shared_to_async();  // the copy engine writes there next
+    }
+    __syncwarp();
+  }
+
   /// Query rows of a unit.
   __device__ static int rows_of(const DecodeParams& params, const DecodeUnit& unit) {
     return min(kTileRows, unit.seqlen_q * params.group - unit.row_block * kTileRows);
