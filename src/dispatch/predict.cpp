@@ -20,14 +20,20 @@ Predictor::Predictor(const KernelProblem& problem, const DeviceSpec& spec, Pass 
 
 const Predictor::Work& Predictor::work_of(const KernelEntry& entry) {
   const std::int64_t splits = entry.splits == nullptr ? 1 : entry.splits(problem_);
+  Convention convention;
+  if (entry.score_block_rows != nullptr) {
+    convention.score_block_rows = static_cast<double>(entry.score_block_rows(problem_));
+  }
+  const double block_rows = convention.score_block_rows;
   for (const Work& known : work_) {
-    if (known.pipeline == entry.pipeline && known.splits == splits) {
+    if (known.pipeline == entry.pipeline && known.splits == splits &&
+        known.score_block_rows == block_rows) {
       return known;
     }
   }
-  Work work = {entry.pipeline, splits, std::numeric_limits<double>::infinity(), 0, 0};
+  Work work = {entry.pipeline, splits, block_rows, std::numeric_limits<double>::infinity(), 0, 0};
   const Result<Cost> cost =
-      attention_cost(problem_.attention, entry.pipeline, pass_, Convention{}, splits);
+      attention_cost(problem_.attention, entry.pipeline, pass_, convention, splits);
   if (cost) {
     work.flops = cost->flops;
     work.bytes = cost->bytes;

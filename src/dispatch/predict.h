@@ -21,6 +21,7 @@ class Predictor {
   struct Work {
     Pipeline pipeline;
     std::int64_t splits;
+    double score_block_rows;
     double flops, bytes, dispatch_seconds;  // infinite flops: the cost is not defined
   };
   const Work& work_of(const KernelEntry& entry);

@@ -91,7 +91,11 @@ Reach scores_reach(const KernelProblem& problem, Pipeline pipeline, Pass pass, R
   padded.total_q = padded.total_kv = 0;
   padded.seqused_kv = false;
   padded.mask = {};
-  const Result<Cost> own = attention_cost(problem.attention, pipeline, pass);
+  Convention convention;  // what the choice counts
+  if (pass == Pass::forward) {
+    convention.score_block_rows = static_cast<double>(score_block_rows(problem));
+  }
+  const Result<Cost> own = attention_cost(problem.attention, pipeline, pass, convention);
   const Result<Cost> all = attention_cost(padded, pipeline, pass);
   if (own && all && own->flops > 0 && own->bytes > 0) {
     reach.compute *= own->flops / all->flops;
