@@ -36,6 +36,10 @@ struct Statistics {
 /// Statistics of samples. Errors: device_error on an empty list or on the first sample that is
 /// negative or not finite.
 Result<Statistics> statistics(std::span<const double> samples);
+/// Statistics of from[i] − less[i], of which any may be negative: samples taken in pairs, so that
+/// what disturbs both of a pair is not in the difference. Errors: as statistics(), and device_error
+/// on lists of different lengths.
+Result<Statistics> paired_differences(std::span<const double> from, std::span<const double> less);
 /// The quantile of *sorted* samples, 0 ≤ at ≤ 1; 0 when there are none.
 double quantile(std::span<const double> sorted, double at);
 

@@ -57,6 +57,27 @@ TEST(Statistics, TheIntervalHoldsTheTrueMedianNineteenTimesInTwenty) {
   }
 }
 
+TEST(Statistics, PairedDifferencesLeaveOutWhatMeetsBothOfAPair) {
+  std::mt19937 generator(3);
+  std::uniform_real_distribution<double> drift(1, 2), noise(-0.01, 0.01);
+  std::vector<double> slow, fast;
+  for (int i = 0; i < 101; ++i) {
+    fast.push_back(drift(generator));
+    slow.push_back(fast.back() + 0.1 + noise(generator));
+  }
+  const Result<Statistics> saved = paired_differences(slow, fast),
+                           lost = paired_differences(fast, slow);
+  ASSERT_TRUE(saved.is_ok() && lost.is_ok());
+  EXPECT_NEAR(saved->median, 0.1, 0.01);
+  EXPECT_LT(saved->median_high - saved->median_low, 0.01);
+  EXPECT_EQ(lost->median, -saved->median);
+  fast.pop_back();
+  EXPECT_FALSE(paired_differences(slow, fast));
+  EXPECT_FALSE(paired_differences({}, {}));
+  slow = {1, std::numeric_limits<double>::quiet_NaN()};
+  EXPECT_FALSE(paired_differences(slow, slow));
+}
+
 TEST(Statistics, ANegativeOrNonFiniteSampleOrNoneIsAnError) {
   for (double bad :
        {-1e-9, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
