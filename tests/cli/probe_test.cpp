@@ -81,7 +81,7 @@ TEST(ProbeCommand, MeasuresTheGpuIntoAFileThatExplainReads) {
   for (const char* key :
        {"bandwidth_read_bytes_per_s", "bandwidth_write_bytes_per_s", "bandwidth_copy_bytes_per_s",
         "burst_bf16_flop_per_s", "sustained_bf16_flop_per_s", "burst_e4m3_flop_per_s", "launch_s",
-        "graph_launch_s", "graph_submit_s", "exp_per_s"}) {
+        "graph_launch_s", "graph_submit_s", "exp_per_s", "peak_vector_f32_flop_per_s"}) {
     EXPECT_NE(std::find(keys.begin(), keys.end(), key), keys.end()) << key;
   }
   const auto explained = run_json({"explain", "attention", "--seqlen", "1k", "--device", path});

@@ -22,5 +22,7 @@ Status hold(double seconds, void* stream);
 Status empty_launch(void* stream);
 /// exp2 on registers on all SMs: queues it and returns how many are computed.
 Result<double> exp_pass(std::int64_t rounds, void* sink, void* stream);
+/// The same of multiply-adds in f32.
+Result<double> multiply_add_pass(std::int64_t rounds, void* sink, void* stream);
 
 }  // namespace rafter::cuda

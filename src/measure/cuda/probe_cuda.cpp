@@ -349,16 +349,18 @@ Status scores_bandwidth(Prober& prober) {
                                      kRows, kKeys, kDim));
 }
 
-Status exponentials(Prober& prober) {
-  prober.step("exponentials");
+/// What all SMs do on registers, `each` operations of the figure's for one of the pass's.
+Status registers_rate(Prober& prober, const char* key, const char* unit, const char* how,
+                      Result<double> (*pass)(std::int64_t, void*, void*), double each) {
+  prober.step(how);
   Result<DeviceMemory> sink = DeviceMemory::allocate(prober.device, 4);
   if (!sink) {
     return sink.status();
   }
   double count = 0;
   const Work work = [&]() -> Status {
-    const Result<double> done = cuda::exp_pass(2000, sink->data(), prober.clock.stream().handle);
-    count = done ? *done : 0;
+    const Result<double> done = pass(2000, sink->data(), prober.clock.stream().handle);
+    count = done ? each * *done : 0;
     return done ? Status::ok() : done.status();
   };
   const Result<std::vector<double>> seconds =
@@ -370,7 +372,17 @@ Status exponentials(Prober& prober) {
   for (const double one : *seconds) {
     rates.push_back(count / one);
   }
-  return prober.measured("exp_per_s", rates, "op/s", 0.9, "ex2.approx on registers, all SMs");
+  return prober.measured(key, rates, unit, 0.9, how);
+}
+
+Status exponentials(Prober& prober) {
+  return registers_rate(prober, "exp_per_s", "op/s", "ex2.approx on registers, all SMs",
+                        cuda::exp_pass, 1);
+}
+
+Status vector_arithmetic(Prober& prober) {
+  return registers_rate(prober, "peak_vector_f32_flop_per_s", "FLOP/s",
+                        "f32 multiply-adds on registers, all SMs", cuda::multiply_add_pass, 2);
 }
 
 // An empty kernel of one warp, three ways; and a graph as a + b · N.
@@ -440,7 +452,7 @@ Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options) {
   }
   Prober prober{device, options, *clock, *properties, {}};
   for (Status (*step)(Prober&) :
-       {describe, bandwidth, matmul, scores_bandwidth, exponentials, launches}) {
+       {describe, bandwidth, matmul, scores_bandwidth, vector_arithmetic, exponentials, launches}) {
     if (Status status = step(prober); !status) {
       return status;
     }
