@@ -26,7 +26,7 @@ function mark(pipeline, hollow) {
   svg.append(shape);
   return svg;
 }
-// columns [{head, numeric, cell(row) → text | Node, why, th}]
+// columns [{head, numeric, cell(row) → text | Node, why, words, th}]; words may wrap
 function table(node, columns, rows, groupOf) {
   const head = el('tr', {}, ...columns.map((c) => el('th', {class: c.numeric ? 'n' : '', scope: 'col'}, c.head)));
   let group;
@@ -37,7 +37,7 @@ function table(node, columns, rows, groupOf) {
     group = next;
     for (const c of columns) {
       const content = c.once && !first ? el('span', {class: 'repeat'}, c.cell(row)) : c.cell(row);
-      tr.append(el(c.th ? 'th' : 'td', {class: [c.numeric && 'n', c.why && 'why', c.odd && c.odd(row) && 'odd']
+      tr.append(el(c.th ? 'th' : 'td', {class: [c.numeric && 'n', c.why && 'why', c.words && 'words', c.odd && c.odd(row) && 'odd']
         .filter(Boolean).join(' '), scope: c.th ? 'row' : ''}, content));
     }
     return tr;

@@ -38,7 +38,7 @@
       {head: 'of step', numeric: true, cell: (r) => percent(r.share_of_step)},
       {head: 'wall, model', cell: (r) => r.wall_predicted},
       {head: 'wall, measured', cell: (r) => el('span', {title: r.wall_reason}, r.wall_measured)},
-      {head: 'what would move it', cell: (r) => r.what_moves},
+      {head: 'what would move it', words: true, cell: (r) => r.what_moves},
     ], step.operations);
     redraw.push(() => drawTimeline(lines, step), () => drawOperations(roof, step));
   }
@@ -113,7 +113,7 @@
       {head: 'ceiling', th: true, cell: (c) => c.name},
       {head: 'rate', numeric: true, cell: (c) => si(c.flop_per_s, 'FLOP/s')},
       {head: 'time', numeric: true, cell: (c) => si(at.flops / c.flop_per_s, 's')},
-      {head: 'what lifts it', cell: (c) => c.advice},
+      {head: 'what lifts it', words: true, cell: (c) => c.advice},
     ], at.ceilings);
     $('roofs-note').textContent = 'Each row: the least time of the step while its kernels lack the idea, all others applied.';
     $('roofs').setAttribute('aria-label', `Roofline of a prefill of ${count(at.seqlen)} tokens. `
