@@ -20,7 +20,7 @@ struct StepBuffers {
   Storage qkv;                          // [n, (heads_q + 2 heads_kv) · head_dim]
   Storage attended;                     // [n, heads_q · head_dim]
   Storage gate_up;                      // [n, 2 f]
-  Storage activated;                    // [n, f]
+  Storage activated;                    // [n, f]; unfused twice, the second SiLU's
   Storage last;                         // [sequences, h]
   Storage logits;                       // [rows, vocab_size] f32
   Storage attention_workspace, linear_workspace;

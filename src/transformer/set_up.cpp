@@ -101,7 +101,7 @@ Status make_buffers(const SessionState& state, Step& step) {
       {&b.qkv, n * (q + 2 * kv) * size},
       {&b.attended, n * q * size},
       {&b.gate_up, n * 2 * m.intermediate_size * size},
-      {&b.activated, n * m.intermediate_size * size},
+      {&b.activated, (state.options.fuse ? 1 : 2) * n * m.intermediate_size * size},
       {&b.last, step.sequences() * m.hidden_size * size},
       {&b.logits, step.logit_rows * m.vocab_size * 4},
       {&b.attention_workspace, step.plan->workspace_bytes()},

@@ -365,8 +365,11 @@ class Builder {
     if (state_->options.fuse) {
       apply(Pointwise::swiglu, gate, up, act, 2, 5);
     } else {
-      apply(Pointwise::silu, gate, {}, act, 1, 4);
-      apply(Pointwise::multiply, act, up, act, 2, 1);
+      // Not in place: the product alone, timed again and again, would go to zero.
+      TensorView silu = act;
+      silu.data = static_cast<std::byte*>(act.data) + n_ * f * bits_of(dtype_) / 8;
+      apply(Pointwise::silu, gate, {}, silu, 1, 4);
+      apply(Pointwise::multiply, silu, up, act, 2, 1);
     }
     const Matrix& down_bias = w.at(layer_, Slot::down_bias);
     product("down", act, w.at(layer_, Slot::down), view(b().projected),
