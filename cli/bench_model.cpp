@@ -7,6 +7,7 @@
 #include "cli/bench_common.h"
 #include "cli/npy.h"
 #include "cli/npy_output.h"
+#include "cli/timed_fusing.h"
 #include "cli/timed_model.h"
 #include "rafter/transformer.h"
 
@@ -196,6 +197,55 @@ void bench_interference(const ModelPoint& point, const Transformer& model, const
   rows.push_back(std::move(row));
 }
 
+/// What fusing saves: the difference of two steps that ran by turns.
+BenchRow fusing_row(const FusingResult& result, const Transformer& model,
+                    const ThisMachine& machine, bool graph) {
+  const FusingTimes& times = graph ? *result.graph : result.stream;
+  const FusingPrediction predicted = predict_fusing(result, model, machine.spec, graph);
+  Cost saved;
+  saved.bytes = result.apart.bytes - result.fused.bytes;
+  saved.launches = result.apart.launches - result.fused.launches;
+  saved.dtype = model.dtype();
+  const std::string name = !result.launches_saved ? "saved by fusing"
+                           : graph                ? "saved by fusing (graph)"
+                                                  : "saved by fusing (stream)";
+  BenchRow row = model_row(result.point, model, name, saved, {times.saved, 1, Stop::settled});
+  row.kind = "fusing";  // a difference: no baseline is held against it
+  row.kernel = "elementwise";
+  row.predicted.time_s = predicted.time_s();
+  row.predicted.wall = predicted.saving.bytes_time_s > predicted.saving.launches_time_s
+                           ? Wall::bandwidth
+                           : Wall::dispatch;
+  row.bound_s = row.predicted.time_s;
+  row.wall_reason = "a difference of two steps";
+  row.kept["fused_s"] = number(times.fused.median);
+  row.kept["apart_s"] = number(times.apart.median);
+  row.kept["predicted_bytes"] = number(predicted.saving.bytes);
+  row.kept["predicted_bytes_time_s"] = number(predicted.saving.bytes_time_s);
+  row.kept["predicted_launches"] = number(predicted.saving.launches);
+  row.kept["predicted_launches_time_s"] = number(predicted.saving.launches_time_s);
+  row.kept["launches"] = number(saved.launches);
+  row.kept["launches_counted"] = result.launches_saved ? Json(*result.launches_saved) : Json();
+  row.kept["counted_bytes"] = result.bytes_saved ? number(*result.bytes_saved) : Json();
+  row.kept["counted_bytes_reason"] = result.bytes_reason;
+  row.columns = Json{{"pipeline", row.pipeline},
+                     {"predicted_time_s", row.predicted.time_s},
+                     {"time_s", number(times.saved.median)},
+                     {"wall", to_string(row.predicted.wall)},
+                     {"bytes", number(saved.bytes)},
+                     {"kernel", fmt::format("{} launches fewer", saved.launches)}};
+  return row;
+}
+
+void bench_fusing(const ModelPoint& point, const Transformer& model, const Common& common,
+                  const ThisMachine& machine, std::vector<BenchRow>& rows) {
+  const FusingResult result = time_fusing(point, model, rule_of(common), common.counters);
+  rows.push_back(fusing_row(result, model, machine, false));
+  if (result.graph) {
+    rows.push_back(fusing_row(result, model, machine, true));
+  }
+}
+
 std::vector<ModelPoint> grid_of(const ModelAxes& axes) {
   std::vector<ModelPoint> grid;
   for (const std::string& phase : axes.phases) {
@@ -341,6 +391,10 @@ void bench_model(const ModelAxes& axes, const Common& common, Context& context) 
       for (std::size_t i = 0; i < grid.size(); ++i) {
         progress.step(fmt::format("point {} of {}", i + 1, grid.size()));
         bench_point(grid[i], model, axes, common, machine, progress, rows);
+        if (grid[i].fuse && std::ranges::count(axes.fuse, false) > 0) {
+          progress.step("what fusing saves");
+          bench_fusing(grid[i], model, common, machine, rows);
+        }
         if (axes.beside_prefill && grid[i].phase == Phase::decode) {
           progress.step("beside a prefill");
           bench_interference(grid[i], model, axes, common, machine, rows);
@@ -384,7 +438,8 @@ void add_bench_model(CLI::App& bench, Context& context) {
   add_lengths(*command, "--batch", axes->batches, "sequences", {1, 65536});
   add_pipelines(*command, axes->pipelines, "of the prefill's attention");
   add_switches(*command, "--fuse", axes->fuse,
-               "residual add with RMSNorm, SiLU with its product, RoPE with the append");
+               "residual add with RMSNorm, SiLU with its product, RoPE with the append; with both, "
+               "also what that saves, the two steps timed by turns");
   add_dtype(*command, "--kv-dtype", axes->kv_dtype,
             "of the cache: int8 or e4m3, with a factor for each token and head (default: the "
             "model's)");
@@ -413,6 +468,7 @@ void add_bench_model(CLI::App& bench, Context& context) {
       ->needs(tokens);
   tokens->needs(logits);
   logits->needs(tokens);
+  add_counters(*command, *common);
   add_common(*command, *common, context);
   for (const char* const timing :
        {"--phase", "--seqlen", "--batch", "--operations", "--evidence", "--beside-prefill",
@@ -422,6 +478,11 @@ void add_bench_model(CLI::App& bench, Context& context) {
   command->callback([axes, common, command, &context] {
     if (command->count("--pipeline") > 0 && !std::ranges::count(axes->phases, "prefill")) {
       fail_flag("--pipeline", "without a prefill", "--phase prefill (decode has one pipeline)");
+    }
+    const bool both =
+        std::ranges::count(axes->fuse, true) > 0 && std::ranges::count(axes->fuse, false) > 0;
+    if (command->count("--counters") > 0 && !both) {
+      fail_flag("--counters", "without what fusing saves", "--fuse 0,1, whose bytes are counted");
     }
     bench_model(*axes, *common, context);
   });

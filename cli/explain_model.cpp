@@ -93,7 +93,7 @@ struct ModelOptions {
   Phase phase = Phase::prefill;
   std::int64_t seqlen = 4096, splits = 1;
   std::string batch = "1";
-  std::optional<bool> causal;
+  std::optional<bool> causal, fuse;
   std::optional<double> launches, memory_floor_s, gain;
   DType memory_floor_dtype = DType::bf16;
   bool graph = false, all_logits = false, sustained = false;
@@ -128,6 +128,7 @@ ModelStep step_of(const ModelOptions& options) {
   step.memory_floor_dtype = options.memory_floor_dtype;
   step.capacity_bytes = options.explain.capacity_bytes;
   step.page_size = options.model.page_size;
+  step.fuse = options.fuse;
   return step;
 }
 
@@ -177,6 +178,12 @@ void append_budget(Document& document, const ModelBudget& b) {
   amdahl["gain"] = number(b.amdahl.gain);
   amdahl["bound"] = number(b.amdahl.bound);
   document.set("amdahl", std::move(amdahl));
+  Json fusing = Json::object();
+  fusing["bytes"] = number(b.fusing.bytes);
+  fusing["bytes_time_s"] = number(b.fusing.bytes_time_s);
+  fusing["launches"] = number(b.fusing.launches);
+  fusing["launches_time_s"] = number(b.fusing.launches_time_s);
+  document.set("fusing", std::move(fusing));
   document.set("tokens_per_s", b.tokens_per_s);
   if (b.max_batch) {
     document.set("max_batch", *b.max_batch);
@@ -206,6 +213,8 @@ void label_budget(Document& document) {
   document.label("amdahl", "Why not more (Amdahl)").label("share", "attention's share, unfused");
   document.label("speedup", "times faster attention became").label("gain", "times faster in all");
   document.label("bound", "at most, with free attention");
+  document.label("fusing", "What fusing elementwise functions saves");
+  document.label("bytes_time_s", "  moved in").label("launches_time_s", "  launched in");
   document.label("weight_resident_bytes", "  weights held in memory");
   document.label("experts_read", "  experts of a layer that are met");
   document.label("ceilings", "While an idea is not applied: ceilings, lowest first");
@@ -328,6 +337,9 @@ void add_phase(CLI::App& parent, Context& context, Phase phase) {
            prefill ? "sequences" : "sequences, or max: as many as the memory holds", "N|max");
   add_real(*command, "--launches", options->launches,
            "kernels launched (default: counted from the model)");
+  add_switch(*command, "--fuse", options->fuse,
+             "elementwise functions as bench model runs them, fused or each by itself (default: "
+             "SwiGLU alone in one kernel, and every product by itself)");
   add_switch(*command, "--graph", options->graph, "captured: one submission, not many launches");
   add_switch(*command, "--sustained", options->sustained,
              "products at the rate that the probe saw held, not in its burst of 0.1 s");

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "cli/args.h"
+#include "rafter/attention.h"
 
 namespace rafter::cli {
 namespace {
@@ -166,12 +167,24 @@ TimedWork StepClock::timed(const Work& work, Queueing queueing) const {
   return clock_ ? clock_->timed(work, queueing) : on_this_clock(work);
 }
 
-Timing StepClock::time(const TimedWork& inner) const {
-  const TimedWork rewound[] = {[&](std::int64_t calls) -> Result<double> {
+TimedWork StepClock::rewound(TimedWork work) const {
+  return [this, inner = std::move(work)](std::int64_t calls) -> Result<double> {
     const Status back = session_.rewind();
     return back ? inner(calls) : Result<double>(back);
-  }};
-  return value_or_fail(time_alternating(std::span<const TimedWork>(rewound), rule_))[0];
+  };
+}
+
+Timing StepClock::time(const TimedWork& inner) const {
+  const TimedWork candidates[] = {rewound(inner)};
+  return value_or_fail(time_alternating(std::span<const TimedWork>(candidates), rule_))[0];
+}
+
+Result<double> StepClock::count_bytes(const Work& work) const {
+  if (Status back = session_.rewind(); !back) {
+    return back;
+  }
+  const Result<CountedBytes> counted = clock_->count(work);
+  return counted ? Result<double>(counted->read + counted->written) : counted.status();
 }
 
 namespace {
@@ -293,8 +306,32 @@ std::map<std::string, WallEvidence> operation_evidence(const ModelPoint& point,
   return evidence;
 }
 
-/// Steps as long as this are a thousand launches and more: they are queued as they run.
-constexpr double kLongStep_s = 0.25;
+namespace {
+
+/// Blocks of rows that the unfused pipeline takes whole on the model's prompts, as its plan has
+/// them; unset where no kernel runs it.
+std::optional<double> unfused_score_block_rows(const Transformer& model, const ModelPoint& point) {
+  if (point.phase == Phase::decode) {
+    return std::nullopt;  // no scores land
+  }
+  const ModelConfig& m = model.config().model;
+  AttentionProblem prompts{.batch = point.batch,
+                           .heads_q = m.heads_q,
+                           .heads_kv = m.heads_kv,
+                           .seqlen_q = point.seqlen,
+                           .seqlen_kv = point.seqlen,
+                           .head_dim = m.head_dim,
+                           .dtype = model.dtype(),
+                           .mask = Mask::causal()};
+  if (point.batch > 1) {
+    prompts.layout = Layout::packed;
+    prompts.total_q = prompts.total_kv = point.batch * point.seqlen;
+  }
+  const Result<Plan> unfused = plan(prompts, model.device(), {.pipeline = Pipeline::unfused});
+  return unfused ? std::optional(unfused->convention().score_block_rows) : std::nullopt;
+}
+
+}  // namespace
 
 StepResult time_step(const ModelPoint& point, const Transformer& model, const DeviceSpec& spec,
                      const StepTiming& how) {
@@ -315,6 +352,7 @@ StepResult time_step(const ModelPoint& point, const Transformer& model, const De
       add_cost(group.cost, result.cost);
     }
     result.convention = session.convention(point.phase);
+    result.unfused_score_block_rows = unfused_score_block_rows(model, point);
     if (cuda) {
       result.launches_counted = value_or_fail(session.count_launches(point.phase));
     }
@@ -454,7 +492,9 @@ ModelBudget budget_of(const StepResult& result, const Transformer& model, const 
                  .seqlen = decode ? point.seqlen + 1 : point.seqlen,
                  .batch = point.batch,
                  .pipeline = decode ? Pipeline::split_kv : point.pipeline,
-                 .kv_dtype = point.kv_dtype};
+                 .kv_dtype = point.kv_dtype,
+                 .fuse = point.fuse,
+                 .unfused_score_block_rows = result.unfused_score_block_rows};
   step.model.dtype = model.dtype();
   step.graph = graph;
   step.launches = result.launches_counted ? static_cast<double>(*result.launches_counted)
@@ -472,7 +512,7 @@ std::string what_moves(const OperationResult& operation) {
            : model == Wall::bandwidth ? MeasuredWall::bandwidth
                                       : MeasuredWall::dispatch;
   }
-  constexpr double kNear = 0.75;
+  constexpr double kNear = 0.85;
   const Cost& cost = operation.group.cost;
   const bool near = operation.bound_s() >= kNear * operation.timing.seconds.median;
   const bool product = cost.matmul_flops > 0 && cost.exponentials == 0;

@@ -66,8 +66,13 @@ class StepClock {
   StepClock(const Device& device, const StopRule& rule, const TransformerSession& session);
   Stream stream() const { return clock_ ? clock_->stream() : Stream{}; }
   TimedWork timed(const Work& work, Queueing queueing) const;
+  /// The same with the session set back before each run; the clock must outlive it.
+  TimedWork rewound(TimedWork work) const;
   Timing time(const TimedWork& work) const;
   Timing time(const Work& work, Queueing queueing) const { return time(timed(work, queueing)); }
+  /// Bytes that one run moves across the boundary of a GPU's memory. Errors: as
+  /// DeviceClock::count().
+  Result<double> count_bytes(const Work& work) const;
 
  private:
   TransformerSession session_;
@@ -95,6 +100,8 @@ struct StepResult {
   ModelPoint point;
   Cost cost;
   Convention convention;  // of its attention
+  /// Rows whose scores land together where the pipeline is the unfused one; unset: none here.
+  std::optional<double> unfused_score_block_rows;
   std::vector<OperationResult> operations;
   std::vector<std::string> layer;  // names of a layer's operations in the order they run
   std::optional<std::int64_t> launches_counted;
@@ -103,6 +110,8 @@ struct StepResult {
   std::optional<Timing> stream, graph;
   const Timing& best() const { return graph ? *graph : *stream; }
 };
+/// Steps as long as this are a thousand launches and more: they are queued as they run.
+inline constexpr double kLongStep_s = 0.25;
 struct StepTiming {
   StopRule rule;
   bool operations = true;  // each by itself too

@@ -86,6 +86,20 @@ struct ModelStep {
   DType memory_floor_dtype = DType::bf16;
   std::optional<double> capacity_bytes = {};  // for max_batch; unset: the device's
   std::int64_t page_size = 0;                 // for max_batch: as MemoryProblem's
+  /// Elementwise functions as TransformerSession queues them: true, a residual add with the norm
+  /// behind it, RoPE with the append, SiLU with its product; false, each by itself. Unset, as
+  /// textbooks count: SwiGLU in one kernel, the others and all products by themselves.
+  std::optional<bool> fuse = {};
+  /// Convention::score_block_rows of the unfused attention that the step is compared with; unset:
+  /// the convention's.
+  std::optional<double> unfused_score_block_rows = {};
+};
+/// What fusing the elementwise functions saves of a step, ModelStep::fuse true over false: bytes
+/// and launches, and the time of each by itself, as if nothing else hid it.
+struct FuseSaving {
+  double bytes = 0, launches = 0;
+  double bytes_time_s = 0;     // at the bandwidth
+  double launches_time_s = 0;  // of a graph's nodes, or launch by launch; NaN as dispatch_time_s
 };
 /// share of the step's unfused time that attention takes, how much faster it becomes, and what the
 /// whole gains: 1 / (1 − share + share / speedup), at most 1 / (1 − share).
@@ -116,6 +130,7 @@ struct ModelBudget {
   double gain_over_unfused = 1;     // this step with the unfused pipeline over this one
   double unfused_time_s = 0;
   Amdahl amdahl;
+  FuseSaving fusing;
   double intensity_flop_per_byte = 0, ridge_flop_per_byte = 0;
   double gemm_intensity_flop_per_byte = 0;
   std::optional<double> max_batch;  // sequences of seqlen whose KV cache fits; unset: seqlen is 0

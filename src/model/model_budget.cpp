@@ -8,6 +8,7 @@
 
 #include "model/attention_terms.h"
 #include "model/check.h"
+#include "model/elementwise_terms.h"
 #include "model/model_shape.h"
 #include "model/predict.h"
 #include "model/solve.h"
@@ -150,12 +151,14 @@ struct Attention {
   double untiled_seconds = 0;
 };
 
-/// All layers' attention by a pipeline; an override of score passes belongs to the step's own.
+/// All layers' attention by a pipeline, the step's or the unfused one that it is compared with; an
+/// override of score passes belongs to the step's own.
 Attention attention_of(const Step& step, Pipeline pipeline) {
   const ModelConfig& m = step.request.model;
   Convention c = step.convention;
   if (pipeline != step.request.pipeline) {
     c.score_passes = std::nullopt;
+    c.score_block_rows = step.request.unfused_score_block_rows.value_or(c.score_block_rows);
   }
   const std::int64_t splits = pipeline == Pipeline::split_kv ? step.request.splits : 1;
   const DType kv = step.prefill() ? m.dtype : step.kv_dtype;
@@ -184,50 +187,38 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
   return a;
 }
 
-/// Norms, RoPE, appending K and V to the cache, SwiGLU, residual adds, the embedding's rows; and
-/// the parameters of norms and biases.
-Work elementwise_of(const Step& step) {
+/// Elementwise kernels, and the parameters of norms and biases.
+Work elementwise_of(const Step& step, std::optional<bool> fuse) {
   if (!step.convention.count_elementwise) {
     return {};
   }
   const ModelConfig& m = step.request.model;
-  const double tokens = step.tokens(), layers = step.layers();
-  const auto h = static_cast<double>(m.hidden_size), f = static_cast<double>(m.intermediate_size);
-  const auto q = static_cast<double>(m.heads_q) * static_cast<double>(m.head_dim);
-  const auto kv = static_cast<double>(m.heads_kv) * static_cast<double>(m.head_dim);
-  Work w;
-  const auto add = [&](const ElementwiseProblem& e, double count) {
-    w.flops += count * e.elements * e.flops_per_element;
-    w.bytes += count * e.elements * (e.reads + e.writes) * bytes_of(e.dtype);
-  };
-  add(ElementwiseProblem::rmsnorm(tokens * h, m.dtype), 2 * layers);
-  add(ElementwiseProblem::rmsnorm(step.logits() * h, m.dtype), 1);
-  add(ElementwiseProblem::rope(tokens * (q + kv), m.dtype), layers);
-  add(ElementwiseProblem::residual_add(tokens * h, m.dtype), 2 * layers);
-  const double mlps = m.has_experts() ? static_cast<double>(m.experts_per_token) : 1;
-  add(ElementwiseProblem::swiglu(tokens * f * mlps, m.dtype), layers);
-  if (m.has_experts()) {  // a token's experts, weighted and added
-    w.flops += layers * tokens * h * 2 * mlps;
-    w.bytes += layers * tokens * h * (mlps + 1) * bytes_of(m.dtype);
-  }
-  w.bytes += 2 * tokens * h * bytes_of(m.dtype);  // a row of the embedding table, read and written
-  w.bytes += tokens * (layers * 2 * kv * bytes_of(m.dtype) +  // new K and V read, and kept
-                       model::kv_bytes_per_token(m, step.kv_dtype));
+  const model::ElementwiseTerms terms =
+      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, fuse);
+  Work w{terms.flops, terms.bytes, 0};
   const double tied = m.tie_word_embeddings ? 0 : step.params.head;
-  const double others = std::max(
-      0.0, step.params.total - step.params.embedding - tied - layers * step.params.layer_matmul);
+  const double others = std::max(0.0, step.params.total - step.params.embedding - tied -
+                                          step.layers() * step.params.layer_matmul);
   w.bytes += step.convention.n_params ? 0 : others * bytes_of(step.weight_dtype);
   w.seconds = std::max(w.flops / (step.convention.compute_efficiency * step.roof.peak_flop_per_s),
                        w.bytes / step.bandwidth());
   return w;
 }
+Work elementwise_of(const Step& step) { return elementwise_of(step, step.request.fuse); }
 
 /// Per layer: norm, q, k, v, RoPE, append, attention, o, add, norm, gate, up, SwiGLU, down, add;
-/// beside them the embedding, the last norm, the head and the sampling. Experts: grouped products,
-/// and the router, its choice and the sum of a token's experts.
-double counted_launches(const Step& step, double attention_launches) {
+/// beside them the embedding, the last norm, the head and the sampling. With `fuse` as a session
+/// queues them: q, k and v in one product, gate and up in one, no sampling. Experts: grouped
+/// products, and the router, its choice and the sum of a token's experts.
+double counted_launches(const Step& step, double attention_launches, std::optional<bool> fuse) {
   const double experts = step.request.model.has_experts() ? 3 : 0;
-  return step.layers() * (14 + experts + attention_launches) + 4;
+  if (!fuse) {
+    return step.layers() * (14 + experts + attention_launches) + 4;
+  }
+  const double elementwise =
+      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, fuse)
+          .kernels;
+  return elementwise + step.layers() * (4 + experts + attention_launches) + 1;
 }
 
 /// Seconds of a figure from the convention or the device; NaN and the reason where neither has it.
@@ -256,6 +247,20 @@ model::Dispatch step_dispatch(const Step& step, double launches, const DeviceSpe
   submit.seconds += launches * each.seconds;
   submit.reason = submit.reason.empty() ? each.reason : submit.reason;
   return submit;
+}
+
+FuseSaving fuse_saving_of(const Step& step, double attention_launches, const DeviceSpec& device) {
+  const Convention& c = step.convention;
+  FuseSaving saving;
+  saving.bytes = elementwise_of(step, false).bytes - elementwise_of(step, true).bytes;
+  saving.launches = counted_launches(step, attention_launches, false) -
+                    counted_launches(step, attention_launches, true);
+  saving.bytes_time_s = saving.bytes / step.bandwidth();
+  const model::Dispatch each = step.request.graph
+                                   ? seconds_of("graph_launch_s", c.graph_launch_s, device)
+                                   : seconds_of("launch_s", c.launch_s, device);
+  saving.launches_time_s = saving.launches * each.seconds;
+  return saving;
 }
 
 double known(double seconds) { return std::isnan(seconds) ? 0 : seconds; }
@@ -340,7 +345,7 @@ ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   b.device_time_s = b.gemm_time_s + b.attention_time_s + b.elementwise_time_s;
 
   const auto launches_with = [&](const Attention& a) {
-    return request.launches.value_or(counted_launches(step, a.launches_per_layer));
+    return request.launches.value_or(counted_launches(step, a.launches_per_layer, request.fuse));
   };
   b.launches = launches_with(attention);
   b.launches_per_layer = b.launches / step.layers();
@@ -349,6 +354,8 @@ ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   b.dispatch_reason = dispatch.reason;
   b.time_s = total_seconds(step, b.device_time_s, dispatch.seconds);
   b.dispatch_fraction = dispatch.seconds / (dispatch.seconds + b.device_time_s);
+
+  b.fusing = fuse_saving_of(step, attention.launches_per_layer, device);
 
   const double unfused_device = b.device_time_s - b.attention_time_s + unfused.work.seconds;
   const model::Dispatch unfused_dispatch = step_dispatch(step, launches_with(unfused), device);
@@ -392,7 +399,10 @@ Status check_step(const ModelStep& s, const Convention& c) {
       model::check_element("memory_floor_dtype", s.memory_floor_dtype),
       s.launches ? model::check_not_negative("launches", *s.launches) : Status::ok(),
       s.memory_floor_s ? model::check_positive("memory_floor_s", *s.memory_floor_s) : Status::ok(),
-      s.capacity_bytes ? model::check_positive("capacity_bytes", *s.capacity_bytes) : Status::ok());
+      s.capacity_bytes ? model::check_positive("capacity_bytes", *s.capacity_bytes) : Status::ok(),
+      s.unfused_score_block_rows
+          ? model::check_not_negative("unfused_score_block_rows", *s.unfused_score_block_rows)
+          : Status::ok());
   if (!checked) {
     return checked;
   }

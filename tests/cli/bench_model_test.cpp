@@ -140,11 +140,41 @@ TEST(BenchModel, UnfusedIsMoreLaunches) {
                                           "--operations", "false"}),
                              kOneThread)
                         .at("benchmarks");
-  ASSERT_EQ(rows.size(), 2U);
+  ASSERT_EQ(rows.size(), 3U);
   // SiLU, RoPE and the add apart: two of them and two adds in each of three layers; the first norm
   // of all has no add.
   EXPECT_EQ(rows.at(0).at("launches").get<int>() - rows.at(1).at("launches").get<int>(), 3 * 4);
   EXPECT_TRUE(rows.at(0).at("launches_counted").is_null());  // a CPU has none
+}
+
+TEST(BenchModel, WhatFusingSavesIsTheDifferenceOfStepsByTurns) {
+  const Scene scene;
+  const std::string out = scene.folder / "r.jsonl";
+  const std::vector<std::string> flags = {"--phase", "prefill",      "--seqlen", "8",     "--fuse",
+                                          "0,1",     "--operations", "false",    "--out", out};
+  const auto rows = run_json(scene.bench(flags), kOneThread).at("benchmarks");
+  ASSERT_EQ(rows.size(), 3U);
+  const auto& saved = rows.at(2);
+  EXPECT_EQ(saved.at("case").at("operation"), "saved by fusing");
+  for (const char* key : {"bytes", "launches"}) {
+    EXPECT_EQ(saved.at(key).get<double>(),
+              rows.at(0).at(key).get<double>() - rows.at(1).at(key).get<double>());
+  }
+  EXPECT_EQ(saved.at("predicted_bytes"), saved.at("bytes"));
+  EXPECT_EQ(saved.at("predicted_launches"), saved.at("launches"));
+  EXPECT_EQ(saved.at("predicted_bytes_time_s").get<double>(),
+            saved.at("bytes").get<double>() / 1e10);
+  EXPECT_GT(saved.at("fused_s").get<double>(), 0);
+  EXPECT_GE(saved.at("repetitions").get<int>(), 3);
+  // A difference may be negative: a baseline file with one is read, and it is compared with none.
+  std::ofstream(out, std::ios::app)
+      << R"({"kind": "fusing", "name": "n", "median_s": -1, "median_low_s": -2, "median_high_s": 1})"
+      << "\n";
+  std::vector<std::string> again = flags;
+  again.insert(again.end(), {"--baseline", out, "--threshold", "0.01"});
+  const auto compared = run_json(scene.bench(again), kOneThread).at("benchmarks");
+  EXPECT_EQ(compared.at(2).at("against_baseline"), "not compared");
+  EXPECT_NE(compared.at(0).at("against_baseline"), "new");
 }
 
 TEST(BenchModel, EveryOperationHasAWallAndWhatWouldMoveIt) {

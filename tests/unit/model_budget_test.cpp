@@ -218,6 +218,48 @@ TEST(ModelBudget, AnUnknownLaunchCostIsNotZero) {
   EXPECT_EQ(b.time_s, b.device_time_s);
 }
 
+TEST(ModelBudget, FusingSavesThePassesAndLaunchesThatItLeavesOut) {
+  const DeviceSpec h200 = *find_device("h200");
+  const double layers = 32, tokens = 4096, h = 4096, f = 11008, kv = 4096, size = 2;
+  ModelStep step = prefill(4096);
+  const ModelBudget textbook = must(model_budget(step, h200));
+  // An add and a norm: one pass of the sum; SiLU's result, written and read; k read and written.
+  const double bytes = layers * tokens * size * (2 * h + 2 * f + 2 * kv);
+  EXPECT_EQ(textbook.fusing.bytes, bytes);
+  EXPECT_EQ(textbook.fusing.launches, 4 * layers);
+  EXPECT_EQ(textbook.fusing.bytes_time_s, bytes / h200.find("bandwidth_bytes_per_s")->value);
+  EXPECT_EQ(textbook.fusing.launches_time_s, 4 * layers * h200.find("launch_s")->value);
+  step.fuse = true;
+  const ModelBudget fused = must(model_budget(step, h200));
+  step.fuse = false;
+  const ModelBudget apart = must(model_budget(step, h200));
+  EXPECT_EQ(apart.bytes - fused.bytes, bytes);
+  EXPECT_EQ(apart.launches - fused.launches, 4 * layers);
+  EXPECT_EQ(apart.flops, fused.flops);
+  EXPECT_GT(apart.time_s, fused.time_s);
+  EXPECT_EQ(fused.launches, 9 * layers + 3);
+  step = decode(4096);
+  step.graph = true;
+  step.fuse = true;
+  const ModelBudget decoded = must(model_budget(step, h200));
+  EXPECT_EQ(decoded.launches, 9 * layers + 4);
+  EXPECT_EQ(decoded.fusing.launches_time_s, 4 * layers * h200.find("graph_launch_s")->value);
+}
+
+TEST(ModelBudget, ComparesWithTheUnfusedAttentionThatRuns) {
+  const DeviceSpec h200 = *find_device("h200");
+  ModelStep step = prefill(4096);
+  const ModelBudget visible = must(model_budget(step, h200));
+  step.unfused_score_block_rows = 1024;
+  const ModelBudget blocks = must(model_budget(step, h200));
+  EXPECT_EQ(blocks.time_s, visible.time_s);
+  EXPECT_GT(blocks.gain_over_unfused, visible.gain_over_unfused);
+  Convention counted;
+  counted.score_block_rows = 1024;
+  step.pipeline = Pipeline::unfused;
+  EXPECT_EQ(blocks.unfused_time_s, must(model_budget(step, h200, counted)).time_s);
+}
+
 TEST(ModelBudget, RefusesImpossibleStepsByName) {
   const DeviceSpec h200 = *find_device("h200");
   const auto refused = [&](auto change) {
@@ -233,6 +275,7 @@ TEST(ModelBudget, RefusesImpossibleStepsByName) {
   EXPECT_EQ(refused([](auto& s) { s.launches = -4; }), "launches");
   EXPECT_EQ(refused([](auto& s) { s.memory_floor_s = 0; }), "memory_floor_s");
   EXPECT_EQ(refused([](auto& s) { s.capacity_bytes = std::nan(""); }), "capacity_bytes");
+  EXPECT_EQ(refused([](auto& s) { s.unfused_score_block_rows = -1; }), "unfused_score_block_rows");
   EXPECT_EQ(refused([](auto& s) { s.model.hidden_size = 0; }), "hidden_size");
   EXPECT_EQ(refused([](auto& s) { s.pipeline = Pipeline::fused, s.splits = 2; }), "splits");
 }

@@ -308,23 +308,52 @@ TEST(Transformer, APrefillThatFailsLeavesNothingToQueue) {
 }
 #endif
 
-TEST(Transformer, FusingTakesLaunchesAndBytesAway) {
-  const Transformer model = must(Transformer::random(small_config(), 3, Device::cpu()));
-  double launches[2], bytes[2];
-  for (const bool fuse : {false, true}) {
-    TransformerSession session =
-        must(TransformerSession::make(model, {.max_seqlen = 16, .page_size = 8, .fuse = fuse}));
-    must(session.assume_context(1, 8));
-    launches[fuse] = bytes[fuse] = 0;
-    for (const StepOperation& operation : session.operations(Phase::decode)) {
-      launches[fuse] += operation.cost.launches;
-      bytes[fuse] += operation.cost.bytes;
+/// Launches and bytes of a step's operations, products and attention apart.
+struct Counted {
+  double launches = 0, elementwise_bytes = 0;
+};
+
+TEST(Transformer, FusingSavesTheBytesAndLaunchesThatTheBudgetSays) {
+  TransformerConfig plain = small_config(), normed = small_config();
+  normed.model.qk_norm = true;
+  const DeviceSpec spec = must(find_device("h100-sxm"));
+  for (const TransformerConfig& config : {plain, normed}) {
+    const Transformer model = must(Transformer::random(config, 3, Device::cpu()));
+    for (const std::optional<DType> kv_dtype :
+         {std::optional<DType>(), std::optional(DType::int8)}) {
+      for (const Phase phase : {Phase::prefill, Phase::decode}) {
+        ModelStep step{.model = config.model, .phase = phase, .seqlen = 8, .batch = 2};
+        step.kv_dtype = kv_dtype;
+        step.pipeline = phase == Phase::decode ? Pipeline::split_kv : Pipeline::fused;
+        Counted counted[2];
+        for (const bool fuse : {false, true}) {
+          TransformerSession session =
+              must(TransformerSession::make(model, {.max_batch = 2,
+                                                    .max_seqlen = 16,
+                                                    .page_size = 8,
+                                                    .fuse = fuse,
+                                                    .kv_dtype = kv_dtype}));
+          must(phase == Phase::decode ? session.assume_context(2, 7)
+                                      : session.prepare_prefill(Prompts{random_tokens(8, 61, 1),
+                                                                        random_tokens(8, 61, 2)}));
+          for (const StepOperation& operation : session.operations(phase)) {
+            counted[fuse].launches += operation.cost.launches;
+            counted[fuse].elementwise_bytes +=
+                operation.cost.matmul_flops > 0 ? 0 : operation.cost.bytes;
+          }
+          step.fuse = fuse;
+          EXPECT_EQ(must(model_budget(step, spec)).launches, counted[fuse].launches);
+        }
+        const FuseSaving saving = must(model_budget(step, spec)).fusing;
+        EXPECT_EQ(saving.launches, counted[0].launches - counted[1].launches);
+        EXPECT_EQ(saving.bytes, counted[0].elementwise_bytes - counted[1].elementwise_bytes);
+        // SiLU and its product, RoPE and the append, and the adds with their norms; a prefill whose
+        // cache is rounded turns its own rows first.
+        const bool turned_before = phase == Phase::prefill && kv_dtype.has_value();
+        EXPECT_EQ(saving.launches, 2 * (turned_before ? 1 : 2) + 4);
+      }
     }
   }
-  // Of two layers: SiLU and its product, RoPE and the append, and the add with its norm, of which
-  // the first norm has none and the last one has.
-  EXPECT_EQ(launches[0] - launches[1], 2 * (1 + 1) + 4);
-  EXPECT_LT(bytes[1], bytes[0]);
 }
 
 /// Logits of two prompts together and of three decode steps, one after the other.
