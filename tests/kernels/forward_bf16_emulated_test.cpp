@@ -316,6 +316,17 @@ TEST(ForwardBf16Emulated, ThreadsChunksAndWavesChangeNoBit) {
   }
 }
 
+// A thread is woken for so many FLOPs, and a part of a block costs as much as all of it.
+TEST(ForwardBf16Emulated, ThreadsAreWorthWholeBlocks) {
+  const AttentionProblem p = {.heads_q = 12, .heads_kv = 3, .head_dim = 64, .head_dim_v = 128};
+  // 10 queries of a group of 4 are two blocks of 32 lanes, 33 keys two blocks of 32
+  const cpu::TaskShape shape = {.positions = 10, .heads = 4, .block = 32};
+  const cpu::Task task = {.first = 0, .last = 10, .work = 10 * 33};
+  EXPECT_EQ(cpu::flops_of(p, shape, &task, 1), 2.0 * 3 * (64 * 64) * (64 + 128));
+  const cpu::TaskShape single = {.positions = 10, .heads = 4};
+  EXPECT_EQ(cpu::flops_of(p, single, &task, 1), 2.0 * 12 * 10 * 33 * (64 + 128));
+}
+
 TEST(ForwardBf16Emulated, WhatIsOverlappedChangesNoBit) {
   const Shape& shape = shapes()[10];
   const Functions apart = kFunctions<EmulatedAmx, Schedule{.interleave = false, .prefetch = false}>;

@@ -192,7 +192,7 @@ inline tiles::Bf16Layout layout_of(const KernelProblem& problem,
 }
 
 inline cpu::TaskShape shape_of(const tiles::Bf16Layout& layout) {
-  return {layout.positions, layout.heads, layout.head_chunks, layout.bytes};
+  return {layout.positions, layout.heads, layout.head_chunks, layout.bytes, kBlock};
 }
 inline cpu::PackShape pack_shape_of(const tiles::Bf16Layout& layout) {
   return {kBlock, layout.chunk, layout.packed_blocks};

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/checked.h"
 #include "dispatch/kernel_entry.h"
 #include "kernels/cpu/sequence.h"
 #include "tiles/key_range.h"
@@ -32,6 +33,7 @@ struct TaskShape {
   std::int64_t heads = 1;           // query heads of a task: the group, or a part of a large one
   std::int64_t head_chunks = 1;     // such parts
   std::int64_t scratch_bytes = 64;  // of a thread; a multiple of 64
+  std::int64_t block = 1;           // queries, and keys, that are computed together or not at all
 };
 
 /// Enough tasks that the last ones, which are the shortest, even the threads out.
@@ -78,13 +80,18 @@ inline int worthwhile_threads(const KernelProblem& problem, double flops) {
       std::clamp(flops / kFlopsEach, 1.0, static_cast<double>(problem.threads)));
 }
 
-/// FLOPs of the products of `tasks` of one KV head, over all heads.
-inline double flops_of(const AttentionProblem& p, const Task* tasks, std::int64_t count) {
+/// FLOPs of the products of `tasks` of one KV head, over all heads: whole blocks, as they are
+/// computed.
+inline double flops_of(const AttentionProblem& p, const TaskShape& shape, const Task* tasks,
+                       std::int64_t count) {
   double pairs = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    pairs += static_cast<double>(tasks[i].work);
+    const std::int64_t queries = tasks[i].last - tasks[i].first;
+    const std::int64_t keys = base::div_up(tasks[i].work, std::max<std::int64_t>(1, queries));
+    pairs += static_cast<double>(base::round_up(queries * shape.heads, shape.block)) *
+             static_cast<double>(base::round_up(keys, shape.block));
   }
-  return 2 * pairs * static_cast<double>(p.heads_q) *
+  return 2 * pairs * static_cast<double>(p.heads_kv * shape.head_chunks) *
          static_cast<double>(p.head_dim + p.head_dim_v);
 }
 
@@ -99,7 +106,7 @@ void run_tasks(const ForwardCall& call, const TaskShape& shape, const Body& body
   const std::int64_t listed = list_tasks(call, shape, {0, p.batch}, tasks);
   const std::int64_t count = listed * per_task;
   const int threads = static_cast<int>(std::clamp<std::int64_t>(
-      count, 1, worthwhile_threads(call.problem, flops_of(p, tasks, listed))));
+      count, 1, worthwhile_threads(call.problem, flops_of(p, shape, tasks, listed))));
 #pragma omp parallel num_threads(threads)
   {
     [[maybe_unused]] const Scope scope;
