@@ -44,7 +44,7 @@ constexpr std::int64_t kScoreDots = 16;
   for (std::int64_t i = 0; i < blocks; ++i) {
     const forward_bf16::Product product = {a,      b, b + kSteps * forward_bf16::kTileElements,
                                            kSteps, c, c + 2 * forward_bf16::kTileSums};
-    forward_bf16::tile_product<Amx, false>(product, [] {});
+    Amx::product<false>(product, [] {});
   }
 }
 

@@ -200,9 +200,9 @@ struct EmulatedAmx : EmulatedVectors {
     std::memcpy(tile(kC), c, sizeof(c));
   }
 
-  template <bool kAdds, typename Slice>
+  template <bool kAdds, int kSlices = 1, typename Slice>
   static void product(const forward_bf16::Product& x, const Slice& slice) {
-    forward_bf16::tile_product<EmulatedAmx, kAdds>(x, slice);
+    forward_bf16::tile_product<EmulatedAmx, kAdds, kSlices>(x, slice);
   }
 };
 
@@ -229,7 +229,7 @@ struct EmulatedDotProducts : EmulatedVectors {
     });
   }
 
-  template <bool kAdds, typename Slice>
+  template <bool kAdds, int kSlices = 1, typename Slice>
   static void product(const forward_bf16::Product& x, const Slice& slice) {
     forward_bf16::vector_product<EmulatedDotProducts, kAdds>(x, slice);
   }

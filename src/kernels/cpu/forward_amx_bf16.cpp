@@ -24,6 +24,7 @@
 // of it is inline code that another file could be handed.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own _mm512_undefined
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,bmi,bmi2")
 #include "kernels/cpu/forward_amx_machine-inl.h"

@@ -27,9 +27,9 @@ struct Amx : forward_bf16::Avx512Vectors {
     hw::amx::dot_bf16<kC, kA, kB>();
   }
 
-  template <bool kAdds, typename Slice>
+  template <bool kAdds, int kSlices = 1, typename Slice>
   [[gnu::always_inline]] static void product(const forward_bf16::Product& x, const Slice& slice) {
-    forward_bf16::tile_product<Amx, kAdds>(x, slice);
+    forward_bf16::tile_product<Amx, kAdds, kSlices>(x, slice);
   }
 };
 

@@ -20,7 +20,7 @@ struct DotProducts : forward_bf16::Avx512Vectors {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 
-  template <bool kAdds, typename Slice>
+  template <bool kAdds, int kSlices = 1, typename Slice>
   [[gnu::always_inline]] static void product(const forward_bf16::Product& x, const Slice& slice) {
     forward_bf16::vector_product<DotProducts, kAdds>(x, slice);
   }

@@ -10,9 +10,10 @@
 
 namespace rafter::forward_bf16 {
 
-/// A product on a unit of eight tiles; slice() is vector work for the time that four tile products
-/// take.
-template <typename M, bool kAdds, typename Slice>
+/// A product on a unit of eight tiles. slice() is vector work for the time that a tile product
+/// takes (kSlices 4) or that four take (1): the unit holds two or three products that wait, and
+/// what stands behind more of them in the program waits as well.
+template <typename M, bool kAdds, int kSlices, typename Slice>
 [[gnu::always_inline]] inline void tile_product(const Product& x, const Slice& slice) {
   constexpr std::int64_t kRow = 64;  // bytes
   if constexpr (kAdds) {
@@ -26,15 +27,24 @@ template <typename M, bool kAdds, typename Slice>
     M::template tile_zero<2>();
     M::template tile_zero<3>();
   }
+  static_assert(kSlices == 1 || kSlices == 4);
+  const auto between = [&]() __attribute__((always_inline)) {
+    if constexpr (kSlices == 4) {
+      slice();
+    }
+  };
   for (std::int64_t step = 0; step < x.steps; ++step) {
     const std::uint16_t* const a = x.a + step * 2 * kTileElements;
     M::template tile_load<4>(a, kRow);
     M::template tile_load<6>(x.b0 + step * kTileElements, kRow);
     M::template tile_dot<0, 4, 6>();
+    between();
     M::template tile_load<7>(x.b1 + step * kTileElements, kRow);
     M::template tile_dot<1, 4, 7>();
+    between();
     M::template tile_load<5>(a + kTileElements, kRow);
     M::template tile_dot<2, 5, 6>();
+    between();
     M::template tile_dot<3, 5, 7>();
     slice();
   }
@@ -97,6 +107,17 @@ template <typename M>
   return M::times_power_of_floor(p, x);
 }
 
+/// The same below 3.4e-6 of relative error: for weights, which bf16 rounds by 2e-3.
+template <typename M>
+[[gnu::always_inline]] inline typename M::F weight_of(typename M::F x) {
+  const auto r = M::above_floor(x);
+  auto p = M::fma(M::set(0x1.bc31dap-7f), r, M::set(0x1.aa3fcap-5f));
+  p = M::fma(p, r, M::set(0x1.ee5884p-3f));
+  p = M::fma(p, r, M::set(0x1.62d51cp-1f));
+  p = M::fma(p, r, M::set(1.0f));
+  return M::times_power_of_floor(p, x);
+}
+
 /// tanh: an odd polynomial below 0.625 (coefficients: Cephes, tanhf.c), beyond it
 /// 1 − 2 / (e^{2|x|} + 1).
 template <typename M>
@@ -148,34 +169,81 @@ inline typename M::F top_of(const Scores& scores, const float* s) {
   return M::mul(M::set(scores.scale_log2), M::max(M::max(top0, top1), M::max(top2, top3)));
 }
 
-/// P of one block, two panels, pair of keys by pair of keys, and its sums.
+/// The largest scores of a block of two panels, a few rows at a time.
 template <typename M>
-struct Exponentials {
+struct Tops {
   using F = typename M::F;
-  const float* s0 = nullptr;  // [32][16]
-  const float* s1 = nullptr;
-  std::uint32_t* p0 = nullptr;  // [16 pairs][16]
-  std::uint32_t* p1 = nullptr;
-  F scale, offset0, offset1;
-  F even0, odd0, even1, odd1;
-  std::int64_t done = 0;
+  const float* s = nullptr;  // [2][32][16]
+  F top0, top1, other0, other1;
+  std::int64_t wait = 0;  // slices before the first: the scores are not stored yet
+  std::int64_t left = 0;  // rows
 
-  [[gnu::always_inline]] void advance(std::int64_t pairs) {
-    const std::int64_t end = std::min(done + pairs, kBlock / 2);
-    for (; done < end; ++done) {
-      one(s0, p0, offset0, even0, odd0);
-      one(s1, p1, offset1, even1, odd1);
+  /// kRows, even, divides 32.
+  template <int kRows>
+  [[gnu::always_inline]] void advance() {
+    if (wait > 0) {
+      --wait;
+    } else if (left > 0) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; i += 2) {
+        two();
+      }
+      left -= kRows;
+    }
+  }
+  [[gnu::always_inline]] void finish() {
+#pragma GCC unroll 1
+    for (; left > 0; left -= 2) {
+      two();
     }
   }
 
  private:
-  [[gnu::always_inline]] void one(const float* s, std::uint32_t* p, F offset, F& even, F& odd) {
-    const float* const from = s + 2 * done * kPanel;
-    const auto e = exp2_of<M>(M::fma(M::load(from), scale, offset));
-    const auto o = exp2_of<M>(M::fma(M::load(from + kPanel), scale, offset));
+  [[gnu::always_inline]] void two() {
+    top0 = M::max(top0, M::load(s));
+    top1 = M::max(top1, M::load(s + kBlock * kPanel));
+    other0 = M::max(other0, M::load(s + kPanel));
+    other1 = M::max(other1, M::load(s + (kBlock + 1) * kPanel));
+    s += 2 * kPanel;
+  }
+};
+
+/// P of one panel of a block, pair of keys by pair of keys, and its sums.
+template <typename M>
+struct PanelWeights {
+  using F = typename M::F;
+  const float* s = nullptr;    // [32][16]
+  std::uint32_t* p = nullptr;  // [16 pairs][16]
+  F scale, offset, even, odd;
+  std::int64_t left = kBlock / 2;
+
+  /// kPairs divides 16.
+  template <int kPairs>
+  [[gnu::always_inline]] void advance() {
+    if (left > 0) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kPairs; ++i) {
+        one();
+      }
+      left -= kPairs;
+    }
+  }
+  [[gnu::always_inline]] void finish() {
+#pragma GCC unroll 1
+    for (; left > 0; --left) {
+      one();
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void one() {
+    const auto e = weight_of<M>(M::fma(M::load(s), scale, offset));
+    const auto o = weight_of<M>(M::fma(M::load(s + kPanel), scale, offset));
     even = M::add(even, e);
     odd = M::add(odd, o);
-    M::store_pair(p + done * kPanel, e, o);
+    M::store_pair(p, e, o);
+    s += 2 * kPanel;
+    p += kPanel;
   }
 };
 

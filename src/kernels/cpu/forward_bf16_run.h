@@ -21,7 +21,7 @@ namespace rafter::forward_bf16 {
 struct Schedule {
   bool interleave = true;  // softmax between the products, or before them
   bool prefetch = true;    // packed K and V of the next chunk to the L2
-  int most_parts = 4;      // of a column block's PV along the keys of a chunk
+  int most_parts = 4;      // of a column block's PV along the keys of a chunk, at most 8
 };
 
 inline constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();

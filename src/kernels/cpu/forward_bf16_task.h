@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cpu/forward_bf16_block.h"
 #include "kernels/cpu/forward_bf16_pack.h"
@@ -31,6 +32,20 @@ inline void pack_chunk(const Run& run, const cpu::Sequence& sequence, std::int64
   const ForwardInputs& in = run.call.in;
   pack_keys<M>(Rows(run.call, in.k, sequence, head_kv, begin, keys), run.layout, out);
   pack_values<M>(Rows(run.call, in.v, sequence, head_kv, begin, keys), run.layout, out);
+}
+
+/// Pairs of keys, of one panel, that stand beside each of `products` tile products so that all of
+/// a block's do: calls f with it as a constant.
+template <typename F>
+[[gnu::always_inline]] inline void with_pairs(std::int64_t products, const F& f) {
+  static_assert(kBlock / 2 == 16);  // and there are at least four products
+  if (products >= 16) {
+    f(std::integral_constant<int, 1>());
+  } else if (products >= 8) {
+    f(std::integral_constant<int, 2>());
+  } else {
+    f(std::integral_constant<int, 4>());
+  }
 }
 
 /// One task.
@@ -92,6 +107,8 @@ class Worker {
 
  private:
   using F = typename M::F;
+  static constexpr std::int64_t kMostParts = 8;
+  static_assert(kSchedule.most_parts <= kMostParts);
 
   /// PV of one pair of panels and one chunk: column block by column block, each in `parts` along
   /// the keys, so that every block of scores has as much of it beside it. Between its parts a
@@ -103,13 +120,33 @@ class Worker {
     const std::uint16_t* p = nullptr;
     std::int64_t first = 0, last = 0;  // blocks of the chunk
     std::int64_t parts = 1;
-    std::int64_t unit = 0, units = 0;  // parts of column blocks: done, and in all
-    bool adds = false;                 // to what O holds
+    std::int64_t unit = 0, units = 0;          // parts of column blocks: done, and in all
+    std::int64_t column = 0, part = 0;         // of the next one
+    std::int64_t before[kMostParts + 1] = {};  // blocks before each part
+    bool adds = false;                         // to what O holds
 
-    /// Blocks of keys before part `part` of a column block, and of all parts before a unit.
-    std::int64_t before(std::int64_t part) const { return (last - first) * part / parts; }
+    void take(std::int64_t from, std::int64_t to) {
+      first = from;
+      last = to;
+      for (std::int64_t i = 0; i <= parts; ++i) {
+        before[i] = (last - first) * i / parts;
+      }
+    }
+    void next() {
+      ++unit;
+      if (++part == parts) {
+        part = 0;
+        ++column;
+      }
+    }
+    /// Blocks of the units up to `end`.
     std::int64_t steps_to(std::int64_t end) const {
-      return end / parts * (last - first) + before(end % parts);
+      std::int64_t steps = 0;
+      for (std::int64_t u = unit, i = part; u < end; ++u) {
+        steps += before[i + 1] - before[i];
+        i = i + 1 == parts ? 0 : i + 1;
+      }
+      return steps;
     }
   };
 
@@ -117,7 +154,15 @@ class Worker {
   std::int64_t columns() const { return layout_.columns / kBlock; }
   float* o_of(std::int64_t panel) const { return o_ + panel * kPanel * layout_.columns; }
 
-  Chunk chunk_at(std::int64_t begin) const {
+  /// The chunk at `begin`; the last one asked for is kept, as a division a block is not free.
+  const Chunk& chunk_at(std::int64_t begin) {
+    if (begin != chunk_begin_) {
+      chunk_begin_ = begin;
+      chunk_ = find_chunk(begin);
+    }
+    return chunk_;
+  }
+  Chunk find_chunk(std::int64_t begin) const {
     const std::int64_t blocks = base::div_up(keys_of_chunk(layout_, sequence_, begin), kBlock);
     if (!packs_itself()) {
       return run_.heads.chunk(layout_, packed_block_ + begin / kBlock, blocks);
@@ -167,16 +212,19 @@ class Worker {
                 .begin = now.begin,
                 .pair = now.pair,
                 .p = p_ + slot_ * kBlock * layout_.chunk,
-                .first = now.block,
-                .last = now.last,
                 .parts = parts,
-                .unit = 0,
                 .units = columns() * parts,
                 .adds = pair.written};
+    current_.take(now.block, now.last);
     pair.written = true;
-    opened_ = now.block;
+    span_ = now.last - now.block;
+    due_ = 0;
+    owed_ = 0;
     if (packs_itself()) {
       prefetch_rows(now.begin + layout_.chunk, now.pair);
+    } else if (kSchedule.prefetch && now.begin != prefetched_) {
+      prefetched_ = now.begin;
+      prefetch_packed(now.begin + layout_.chunk);
     }
   }
 
@@ -189,25 +237,33 @@ class Worker {
         .prefetch(layout_.head_dim_v, part, pairs_);
   }
 
-  /// This step's part of the next chunk.
-  void prefetch_packed(const Walk& now) const {
-    const std::int64_t begin = now.begin + layout_.chunk;
-    if (begin >= lanes_.hull.last) {
-      return;
-    }
-    const Chunk next = chunk_at(begin);
-    const std::int64_t blocks = layout_.chunk / kBlock;
-    const std::int64_t part = now.pair * blocks + now.block;
-    const auto lines = [&](const std::uint16_t* from, std::int64_t elements) {
+  /// Lines on their way to the L2, a few a step.
+  struct Lines {
+    const std::uint16_t* at = nullptr;
+    const std::uint16_t* end = nullptr;
+    std::int64_t each = 0;  // elements
+
+    Lines() = default;
+    Lines(const std::uint16_t* from, std::int64_t elements, std::int64_t steps)
+        : at(from), end(from + elements), each(base::div_up(elements, steps * 32) * 32) {}
+    void step() {
       constexpr int kRead = 0, kKeepInL2 = 2;
-      const std::int64_t parts = pairs_ * blocks;
-      for (std::int64_t i = elements / 32 * part / parts; i < elements / 32 * (part + 1) / parts;
-           ++i) {
-        __builtin_prefetch(from + i * 32, kRead, kKeepInL2);
+      const std::uint16_t* const to = at + std::min<std::int64_t>(each, end - at);
+      for (; at < to; at += 32) {
+        __builtin_prefetch(at, kRead, kKeepInL2);
       }
-    };
-    lines(next.k, next.blocks * layout_.block_k());
-    lines(next.v, next.blocks * layout_.block_v());
+    }
+  };
+
+  /// Lets the packed chunk at `begin`, where there is one, arrive while the one before it is used.
+  void prefetch_packed(std::int64_t begin) {
+    k_lines_ = v_lines_ = Lines();
+    if (begin < lanes_.hull.last) {
+      const Chunk next = find_chunk(begin);
+      const std::int64_t steps = pairs_ * (layout_.chunk / kBlock);
+      k_lines_ = Lines(next.k, next.blocks * layout_.block_k(), steps);
+      v_lines_ = Lines(next.v, next.blocks * layout_.block_v(), steps);
+    }
   }
 
   template <typename Slice>
@@ -215,29 +271,26 @@ class Worker {
     const std::int64_t panel = kPanel * layout_.depth;
     const std::uint16_t* const q = q_ + at.pair * 2 * panel;
     const std::uint16_t* const k = chunk_at(at.begin).k + at.block * layout_.block_k();
-    M::template product<false>(
+    M::template product<false, 4>(
         {k, q, q + panel, layout_.depth / tiles::kBf16Depth, s, s + kBlock * kPanel}, slice);
   }
 
   /// PV up to unit `end`.
   template <typename Slice>
   [[gnu::always_inline]] void multiply_values(Job& job, std::int64_t end, const Slice& slice) {
-    for (; job.unit < end; ++job.unit) {
-      const std::int64_t part = job.unit % job.parts;
-      const std::int64_t from = job.first + job.before(part);
-      const std::int64_t at = (job.unit / job.parts * job.chunk.blocks + from) * 2 * kTileElements;
+    for (; job.unit < end; job.next()) {
+      const std::int64_t from = job.first + job.before[job.part];
+      const std::int64_t at = (job.column * job.chunk.blocks + from) * 2 * kTileElements;
       const std::uint16_t* const p = job.p + from * kTileElements;
-      const std::int64_t column = job.unit / job.parts * kBlock * kPanel;
-      const Product product = {job.chunk.v + at,
-                               p,
-                               p + kPanel * layout_.chunk,
-                               job.before(part + 1) - job.before(part),
-                               o_of(2 * job.pair) + column,
-                               o_of(2 * job.pair + 1) + column};
-      if (job.adds || part > 0) {
-        M::template product<true>(product, slice);
+      const std::int64_t sums = job.column * kBlock * kPanel;
+      const Product product = {
+          job.chunk.v + at,           p,
+          p + kPanel * layout_.chunk, job.before[job.part + 1] - job.before[job.part],
+          o_of(2 * job.pair) + sums,  o_of(2 * job.pair + 1) + sums};
+      if (job.adds || job.part > 0) {
+        M::template product<true, 4>(product, slice);
       } else {
-        M::template product<false>(product, slice);
+        M::template product<false, 4>(product, slice);
       }
     }
   }
@@ -251,7 +304,7 @@ class Worker {
   }
 
   /// What elements of V that are not finite do to the lanes that see them.
-  void add_not_finite(const Job& job) const {
+  [[gnu::noinline]] void add_not_finite(const Job& job) const {
     for (std::int64_t block = job.first; block < job.last; ++block) {
       if (job.chunk.finite[block] == 0) {
         add_not_finite(job, block);
@@ -298,7 +351,7 @@ class Worker {
   /// none: then nothing here waits for the scores but a branch.
   [[gnu::always_inline]] F base_of(const Walk& now, std::int64_t panel, const float* s) {
     float* const maximum = maximum_ + (2 * now.pair + panel) * kPanel;
-    const auto top = top_of<M>(scores_, s);
+    const auto top = has_tops_ ? M::load(tops_ + panel * kPanel) : top_of<M>(scores_, s);
     const auto minus_infinity = M::set(kMinusInfinity);
     auto most = M::load(maximum);
     const auto moves = M::greater(top, M::add(most, M::set(kMaximumSlack)));
@@ -322,9 +375,9 @@ class Worker {
     }
     if (current_.first < now.block) {
       Job part = current_;
-      part.last = now.block;
+      part.take(current_.first, now.block);
       finish(part);
-      current_.first = now.block;
+      current_.take(now.block, current_.last);
       current_.adds = true;
     }
     float* const sum = sum_ + (2 * now.pair + panel) * kPanel;
@@ -335,64 +388,99 @@ class Worker {
     }
   }
 
+  /// Whether scores of the block are used as the product leaves them.
+  bool is_plain(const Walk& at) const {
+    return scores_.capped_input == 0 && pair_[at.pair].all_see(at.key(), at.key() + kBlock);
+  }
+
   /// Softmax of the block `now`, beside the scores of the block `ahead` and a part of the PV that
   /// waits.
-  void step(const Walk& now, const Walk* ahead) {
+  [[gnu::noinline]] void step(const Walk& now, const Walk* ahead) {
     float* const s = s_ + side_ * 2 * kBlock * kPanel;
     side_ = 1 - side_;
     float* const next = s_ + side_ * 2 * kBlock * kPanel;
-    if (scores_.capped_input != 0 || !pair_[now.pair].all_see(now.key(), now.key() + kBlock)) {
+    if (!is_plain(now)) {
       adjust(now, s);
     }
-    if (kSchedule.prefetch && !packs_itself()) {
-      prefetch_packed(now);
-    }
+    k_lines_.step();
+    v_lines_.step();
     const auto zero = M::set(0.0f);
     const auto base0 = base_of(now, 0, s);
     const auto base1 = base_of(now, 1, s + kBlock * kPanel);
+    has_tops_ = false;
     auto* const p = reinterpret_cast<std::uint32_t*>(p_ + slot_ * kBlock * layout_.chunk +
                                                      now.block * kTileElements);
-    Exponentials<M> exponentials = {.s0 = s,
-                                    .s1 = s + kBlock * kPanel,
-                                    .p0 = p,
-                                    .p1 = p + kPanel * layout_.chunk / 2,
-                                    .scale = M::set(scores_.scale_log2),
-                                    .offset0 = M::sub(zero, base0),
-                                    .offset1 = M::sub(zero, base1),
-                                    .even0 = zero,
-                                    .odd0 = zero,
-                                    .even1 = zero,
-                                    .odd1 = zero};
-    // the last block of the pair takes the last of them
-    const std::int64_t due =
-        std::max(before_.unit, before_.units * (now.block - opened_ + 1) / (now.last - opened_));
-    const std::int64_t quarters = (ahead != nullptr ? layout_.depth / tiles::kBf16Depth : 0) +
-                                  before_.steps_to(due) - before_.steps_to(before_.unit);
-    std::int64_t each = 0;
-    if (kSchedule.interleave) {
-      each = base::div_up(kBlock / 2, std::max<std::int64_t>(1, quarters));
+    const auto scale = M::set(scores_.scale_log2);
+    PanelWeights<M> weights0 = {s, p, scale, M::sub(zero, base0), zero, zero};
+    PanelWeights<M> weights1 = {s + kBlock * kPanel,
+                                p + kPanel * layout_.chunk / 2,
+                                scale,
+                                M::sub(zero, base1),
+                                zero,
+                                zero};
+    // units · (block + 1) / blocks of the pair's: the last block takes the last of them
+    for (owed_ += before_.units; owed_ >= span_; owed_ -= span_) {
+      ++due_;
+    }
+    const std::int64_t due = std::max(before_.unit, due_);
+    const bool completes = before_.unit < due && due == before_.units;
+    if constexpr (kSchedule.interleave) {
+      interleave(next, ahead, due, weights0, weights1);
     } else {
-      exponentials.advance(kBlock / 2);
-    }
-    const auto slice = [&]() __attribute__((always_inline)) {
-      if constexpr (kSchedule.interleave) {
-        exponentials.advance(each);
+      weights0.finish();
+      weights1.finish();
+      if (ahead != nullptr) {
+        multiply_scores(*ahead, next, [] {});
       }
-    };
-    if (ahead != nullptr) {
-      multiply_scores(*ahead, next, slice);
+      multiply_values(before_, due, [] {});
     }
-    if (before_.unit < due) {
-      multiply_values(before_, due, slice);
-      if (before_.unit == before_.units) {
-        add_not_finite(before_);
-      }
+    if (completes) {
+      add_not_finite(before_);
     }
-    exponentials.advance(kBlock / 2);
     float* const sum = sum_ + 2 * now.pair * kPanel;
-    M::store(sum, M::add(M::load(sum), M::add(exponentials.even0, exponentials.odd0)));
-    M::store(sum + kPanel,
-             M::add(M::load(sum + kPanel), M::add(exponentials.even1, exponentials.odd1)));
+    M::store(sum, M::add(M::load(sum), M::add(weights0.even, weights0.odd)));
+    M::store(sum + kPanel, M::add(M::load(sum + kPanel), M::add(weights1.even, weights1.odd)));
+  }
+
+  /// The first panel's weights beside the scores, the second one's beside PV, and there, once they
+  /// are stored, the maxima of these scores.
+  [[gnu::always_inline]] void interleave(float* next, const Walk* ahead, std::int64_t due,
+                                         PanelWeights<M>& weights0, PanelWeights<M>& weights1) {
+    if (ahead != nullptr) {
+      const std::int64_t products = 4 * (layout_.depth / tiles::kBf16Depth);
+      with_pairs(
+          products, [&](auto pairs) __attribute__((always_inline)) {
+            constexpr int kPairs = decltype(pairs)::value;
+            multiply_scores(
+                *ahead, next, [&]() __attribute__((always_inline)) {
+                  weights0.template advance<kPairs>();
+                });
+          });
+    }
+    weights0.finish();
+    const std::int64_t products = 4 * before_.steps_to(due);
+    if (products > 0) {
+      const bool early = ahead != nullptr && is_plain(*ahead);
+      const auto low = M::set(kMinusInfinity);
+      Tops<M> tops = {next, low, low, low, low, products / 4, early ? kBlock : 0};
+      with_pairs(
+          products, [&](auto pairs) __attribute__((always_inline)) {
+            constexpr int kPairs = decltype(pairs)::value;
+            multiply_values(
+                before_, due, [&]() __attribute__((always_inline)) {
+                  weights1.template advance<kPairs>();
+                  tops.template advance<4 * kPairs>();
+                });
+          });
+      if (early) {
+        tops.finish();
+        const auto scale = M::set(scores_.scale_log2);
+        M::store(tops_, M::mul(scale, M::max(tops.top0, tops.other0)));
+        M::store(tops_ + kPanel, M::mul(scale, M::max(tops.top1, tops.other1)));
+        has_tops_ = true;
+      }
+    }
+    weights1.finish();
   }
 
   void write_outputs() {
@@ -427,11 +515,19 @@ class Worker {
   std::int64_t* const lane_last_;
   Pair* const pair_;
 
-  Job before_;               // complete but for its PV
-  Job current_;              // whose P is being made
-  std::int64_t opened_ = 0;  // first block of it
-  std::int64_t slot_ = 0;    // of P that it fills
-  std::int64_t side_ = 0;    // of S that holds the block at hand
+  Chunk chunk_;
+  std::int64_t chunk_begin_ = -1;
+  Lines k_lines_, v_lines_;
+  std::int64_t prefetched_ = -1;  // chunk whose next one they bring
+
+  Job before_;             // complete but for its PV
+  Job current_;            // whose P is being made
+  std::int64_t span_ = 1;  // blocks of it, beside which all units of `before_` are due
+  std::int64_t due_ = 0, owed_ = 0;
+  std::int64_t slot_ = 0;  // of P that it fills
+  std::int64_t side_ = 0;  // of S that holds the block at hand
+  bool has_tops_ = false;  // of that block
+  alignas(64) float tops_[2 * kPanel];
 };
 
 template <typename M>
