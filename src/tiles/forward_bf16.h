@@ -22,10 +22,10 @@ struct Bf16Blocking {
   std::int64_t chunk = 512;      // keys between a load and a store of O, K and V packed before
   std::int64_t own_chunk = 128;  // the same where a task packs for itself
   std::int64_t packed_bytes = std::int64_t{32} << 20;  // of K and V packed at once, about
-  /// Packing once saves the other tasks of a head their own packing and costs a barrier: it pays
-  /// when a thread is saved so many elements (some 0.15 clocks each; a barrier of 16 threads takes
-  /// about 2 µs).
-  std::int64_t least_saved = 40000;
+  /// Packing once saves the other tasks of a head their own packing; but what one core has packed
+  /// others fetch from its caches, and wait for. It pays when a thread is saved so many elements
+  /// (measured with 2, 4 and 16 threads: below it, up to half of the time is lost).
+  std::int64_t least_saved = 1000000;
 };
 
 /// Problem sizes; lengths are capacities.
