@@ -151,18 +151,37 @@ constexpr int sm90_decode_least_parts(std::int64_t heads_kv) {
   }
   return static_cast<int>(parts);
 }
-/// Tiles of a part at most: no CTA has more than others by more.
-inline constexpr int kDecodeMostTiles = 32;
-/// Parts of `tiles` key tiles of a sequence, one unit of work each for every KV head and block of
-/// query rows; at least 1, of two tiles on average or more. `forced` > 0 asks for so many, of which
-/// none is empty.
-constexpr int sm90_decode_parts(int tiles, int least, int forced) {
-  if (forced > 0) {
-    return std::max(1, std::min(tiles, forced));
+/// How many parts the keys of each head have: what all sequences of a problem have in common.
+struct Sm90DecodeParts {
+  int forced = 0;              // > 0: so many, of which none is empty
+  int least = 1;               // as long sequences have, or a multiple
+  int few = 1, few_tiles = 0;  // as short ones have, up to so many tiles each
+  int most_tiles = 1;          // of a part: no CTA has more than others by more
+
+  /// Of `tiles` key tiles of a sequence, one unit of work each for every KV head and block of query
+  /// rows; at least 1, of two tiles on average or more. Never fewer than of fewer tiles.
+  constexpr int of(int tiles) const {
+    if (forced > 0) {
+      return std::max(1, std::min(tiles, forced));
+    }
+    const int most = most_tiles * least;
+    const int parts = tiles <= few_tiles * few ? few : (tiles + most - 1) / most * least;
+    return std::max(1, std::min((tiles + 1) / 2, parts));
   }
-  const int rounds =
-      std::max(1, (tiles + kDecodeMostTiles * least - 1) / (kDecodeMostTiles * least));
-  return std::max(1, std::min((tiles + 1) / 2, rounds * least));
+};
+/// Half of the SMs read 16-bit keys as fast as all, and parts that follow each other in a CTA take
+/// time; but where CTAs have shares of sequences of other lengths too, long parts make them uneven.
+/// 8-bit keys are held up by arithmetic, in which all SMs share.
+constexpr Sm90DecodeParts sm90_decode_parts(int element_bytes, std::int64_t heads_kv, int forced) {
+  const int least = sm90_decode_least_parts(heads_kv);
+  if (element_bytes == 1) {
+    return {.forced = forced, .least = least, .most_tiles = 32};
+  }
+  return {.forced = forced,
+          .least = least,
+          .few = std::max(1, least / 2),
+          .few_tiles = 8,
+          .most_tiles = 16};
 }
 
 /// How the keys and query rows of one sequence are cut: a unit for each KV head, part of the keys
@@ -184,14 +203,14 @@ struct Sm90DecodeCut {
     return kTileCost * static_cast<std::int64_t>(end_tile - first_tile) + kUnitCost * parts;
   }
   constexpr std::int64_t cost(int heads_kv) const { return block_cost() * heads_kv * row_blocks; }
-  /// Units of the sequence that begin before `cost`, which is at most that of all.
+  /// Units of the sequence whose middle lies before `cost`, which is at most that of all.
   constexpr std::int64_t units_before(std::int64_t cost) const {
     const std::int64_t block = cost / block_cost();
     const std::int64_t rest = cost - block * block_cost();
     const int less = kTileCost * least_tiles() + kUnitCost, more = less + kTileCost;
     const std::int64_t longer = std::int64_t{longer_parts()} * more;
-    return block * parts + (rest <= longer ? (rest + more - 1) / more
-                                           : longer_parts() + (rest - longer + less - 1) / less);
+    return block * parts + (rest <= longer ? (rest + more / 2) / more
+                                           : longer_parts() + (rest - longer + less / 2) / less);
   }
 };
 /// Rounds of `units` over `ctas` that follow each other on a CTA, when all have as many: rather a
@@ -201,7 +220,7 @@ constexpr std::int64_t sm90_decode_even_share(std::int64_t units, std::int64_t c
   return 25 * units >= 24 * share * ctas ? share : 0;
 }
 constexpr Sm90DecodeCut sm90_decode_cut(Sm90DecodeRow row, const BasicMaskWindow<int>& mask,
-                                        int seqlen_q, int group, int least, int forced) {
+                                        int seqlen_q, int group, Sm90DecodeParts parts) {
   Sm90DecodeCut cut;
   const BasicRange<int> keys = mask.hull(0, seqlen_q);
   if (keys.size() > 0) {
@@ -210,7 +229,7 @@ constexpr Sm90DecodeCut sm90_decode_cut(Sm90DecodeRow row, const BasicMaskWindow
     cut.first_tile = keys.first / row.tile_keys();
     cut.end_tile = (keys.last + row.tile_keys() - 1) / row.tile_keys();
   }
-  cut.parts = sm90_decode_parts(cut.end_tile - cut.first_tile, least, forced);
+  cut.parts = parts.of(cut.end_tile - cut.first_tile);
   const int rows = seqlen_q * group;
   cut.row_blocks = (rows + row.tile_rows() - 1) / row.tile_rows();
   while (kDecodeBlockRows << cut.row_warps_log2 < std::min(rows, row.tile_rows())) {

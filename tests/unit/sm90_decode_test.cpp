@@ -17,7 +17,7 @@ constexpr int kTile = kRow.tile_keys();
 Sm90DecodeCut cut_of(int seqlen_q, int seqlen_kv, int group, int heads_kv, int window_left = -1,
                      int forced = 0) {
   return sm90_decode_cut(kRow, {window_left, 0, seqlen_kv - seqlen_q, seqlen_kv}, seqlen_q, group,
-                         sm90_decode_least_parts(heads_kv), forced);
+                         sm90_decode_parts(2, heads_kv, forced));
 }
 
 TEST(Sm90Decode, PartsHaveEveryTileOnceAndNoneIsEmpty) {
@@ -65,37 +65,64 @@ TEST(Sm90Decode, PartsFillTheSmsToNineTenthsWithinEightRounds) {
 TEST(Sm90Decode, PartsHaveTwoTilesOnAverageUnlessForced) {
   EXPECT_EQ(cut_of(1, 2 * kTile, 4, 8).parts, 1);
   EXPECT_EQ(cut_of(1, 3 * kTile, 4, 8).parts, 2);
-  EXPECT_EQ(cut_of(1, 64 * kTile, 4, 8).parts, 16);
+  EXPECT_EQ(cut_of(1, 64 * kTile, 4, 8).parts, 8);
   EXPECT_EQ(cut_of(1, 3 * kTile, 4, 8, -1, 128).parts, 3) << "no more than tiles";
 }
 
 TEST(Sm90Decode, PartsHaveNoMoreTilesThanOthersCanWaitFor) {
   for (const int heads : {1, 8, 10, 32}) {
-    const int least = sm90_decode_least_parts(heads);
+    const Sm90DecodeParts parts_of = sm90_decode_parts(2, heads, 0);
     for (const int tiles : {1, 500, 512, 513, 1024, 100000}) {
-      const int parts = sm90_decode_parts(tiles, least, 0);
-      EXPECT_LE((tiles + parts - 1) / parts, kDecodeMostTiles) << tiles << " tiles";
-      EXPECT_TRUE(parts % least == 0 || parts < least) << "rounds are as full as with fewer";
+      const int parts = parts_of.of(tiles);
+      EXPECT_LE((tiles + parts - 1) / parts, parts_of.most_tiles) << tiles << " tiles";
+      EXPECT_TRUE(parts % parts_of.least == 0 || parts <= parts_of.few)
+          << "rounds are as full as with fewer";
     }
   }
 }
 
-TEST(Sm90Decode, UnitsBeforeACostAreThoseThatBeginBeforeIt) {
+TEST(Sm90Decode, ShortSequencesOf16BitKeysHaveHalfAsManyParts) {
+  const Sm90DecodeParts wide = sm90_decode_parts(2, 8, 0), bytes = sm90_decode_parts(1, 8, 0);
+  EXPECT_EQ(wide.of(64), 8) << "8 tiles each";
+  EXPECT_EQ(wide.of(65), 16);
+  EXPECT_EQ(wide.of(256), 16);
+  EXPECT_EQ(wide.of(257), 32);
+  EXPECT_EQ(bytes.of(32), 16);
+  EXPECT_EQ(bytes.of(512), 16);
+  EXPECT_EQ(bytes.of(513), 32);
+  EXPECT_EQ(sm90_decode_parts(2, 128, 0).of(8), 1);
+}
+
+// What the workspace of a capacity holds is enough for all that is shorter.
+TEST(Sm90Decode, LongerSequencesNeverHaveFewerParts) {
+  for (const int bytes : {1, 2}) {
+    for (const int heads : {1, 2, 8, 10, 33, 132}) {
+      const Sm90DecodeParts parts = sm90_decode_parts(bytes, heads, 0);
+      for (int tiles = 1; tiles < 2000; ++tiles) {
+        ASSERT_LE(parts.of(tiles), parts.of(tiles + 1)) << heads << " heads, " << tiles << " tiles";
+      }
+    }
+  }
+}
+
+TEST(Sm90Decode, UnitsBeforeACostAreThoseWhoseMiddleLiesBeforeIt) {
   for (const int seqlen : {0, 1, 500, 4096, 5000}) {
     for (const int forced : {0, 3, 7}) {
       const Sm90DecodeCut cut = cut_of(1, seqlen, 4, 2, -1, forced);
       const int tiles = cut.end_tile - cut.first_tile;
-      std::vector<std::int64_t> begins;  // of the units of two heads
+      std::vector<std::int64_t> middles;  // of the units of two heads
       std::int64_t at = 0;
       for (int unit = 0; unit < cut.units(2); ++unit) {
-        begins.push_back(at);
         const int longer = unit % cut.parts < tiles % cut.parts ? 1 : 0;
-        at += Sm90DecodeCut::kTileCost * (tiles / cut.parts + longer) + Sm90DecodeCut::kUnitCost;
+        const int cost =
+            Sm90DecodeCut::kTileCost * (tiles / cut.parts + longer) + Sm90DecodeCut::kUnitCost;
+        middles.push_back(at + (cost + 1) / 2);
+        at += cost;
       }
       ASSERT_EQ(cut.cost(2), at);
       for (std::int64_t cost = 0; cost <= at; ++cost) {
         EXPECT_EQ(cut.units_before(cost),
-                  std::lower_bound(begins.begin(), begins.end(), cost) - begins.begin())
+                  std::upper_bound(middles.begin(), middles.end(), cost) - middles.begin())
             << seqlen << " keys, cost " << cost;
       }
     }

@@ -56,7 +56,7 @@ struct Cut {
   int row_blocks = 1;  // of query rows
   int partial_rows = 8;
   int blocks = 1;  // of 8 query rows: 1, 2, 4 or 8
-  int least_parts = 1, max_parts = 1;
+  int max_parts = 1;
   std::int64_t slots = 0;  // of partial results
   std::int64_t units = 0;  // at most
   std::int64_t partial_bytes = 0, state_bytes = 0, arrived_bytes = 0;
@@ -75,6 +75,12 @@ int window(std::int64_t w) {
   return static_cast<int>(std::min(w, cuda::kMaxLength));  // wider sees no more
 }
 
+tiles::Sm90DecodeParts parts_of(const KernelProblem& problem) {
+  const AttentionProblem& p = problem.attention;
+  return tiles::sm90_decode_parts(row_of(p).element_bytes, p.heads_kv,
+                                  static_cast<int>(problem.splits));
+}
+
 /// The cut of a sequence of the capacities.
 tiles::Sm90DecodeCut same_cut(const KernelProblem& problem) {
   const AttentionProblem& p = problem.attention;
@@ -82,8 +88,7 @@ tiles::Sm90DecodeCut same_cut(const KernelProblem& problem) {
   const int offset = p.mask.align == MaskAlign::top_left ? 0 : seqlen_kv - seqlen_q;
   return tiles::sm90_decode_cut(
       row_of(p), {window(p.mask.window_left), window(p.mask.window_right), offset, seqlen_kv},
-      seqlen_q, static_cast<int>(p.heads_q / p.heads_kv),
-      tiles::sm90_decode_least_parts(p.heads_kv), static_cast<int>(problem.splits));
+      seqlen_q, static_cast<int>(p.heads_q / p.heads_kv), parts_of(problem));
 }
 
 /// Nothing when numbers of units or bytes are beyond what the kernel counts with.
@@ -102,11 +107,9 @@ std::optional<Cut> cut_of(const KernelProblem& problem) {
   cut.partial_rows = static_cast<int>(blocks) * tiles::kDecodeBlockRows;
   cut.blocks = static_cast<int>(std::bit_ceil(
       static_cast<unsigned>(std::max<std::int64_t>(blocks, row.least_column_blocks()))));
-  cut.least_parts = tiles::sm90_decode_least_parts(p.heads_kv);
   // One more tile where a window begins within one.
   const int tiles = static_cast<int>(div_up(p.seqlen_kv, row.tile_keys())) + 1;
-  cut.max_parts =
-      tiles::sm90_decode_parts(tiles, cut.least_parts, static_cast<int>(problem.splits));
+  cut.max_parts = parts_of(problem).of(tiles);
   const auto units = checked_product({p.batch, p.heads_kv, cut.row_blocks, cut.max_parts});
   if (!units || *units > kMost) {
     return std::nullopt;
@@ -232,8 +235,7 @@ void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& 
   params.window_right = window(p.mask.window_right);
   params.top_left = p.mask.align == MaskAlign::top_left;
   params.row_blocks = cut.row_blocks;
-  params.least_parts = cut.least_parts;
-  params.forced_parts = static_cast<int>(problem.splits);
+  params.parts = parts_of(problem);
   params.max_parts = cut.max_parts;
   params.same_cut = same_cut(problem);
   params.partial_rows = cut.partial_rows;

@@ -45,6 +45,8 @@ __global__ void __launch_bounds__(
       barrier_init(shared_address(&control.slot_full[i]), Load::arrivals(params));
       barrier_init(shared_address(&control.slot_empty[i]), kShape.warps);
     }
+    barrier_init(shared_address(&control.written), kShape.warps);
+    barrier_init(shared_address(&control.taken), tiles::kDecodeFinishWarps);
     barrier_init_fence();
   }
   __syncthreads();

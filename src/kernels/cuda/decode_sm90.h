@@ -52,7 +52,8 @@ struct DecodeParams {
   int row_blocks = 1;                       // of query rows, at most
   int window_left = -1, window_right = -1;  // at most kMaxLength
   bool top_left = false;
-  int least_parts = 1, forced_parts = 0, max_parts = 1;
+  tiles::Sm90DecodeParts parts = {};
+  int max_parts = 1;
   // Units of a CTA where lengths are no data; the first `longer_shares` CTAs have one more.
   int share = 0, longer_shares = 0;
   tiles::Sm90DecodeCut same_cut = {};  // of every sequence, where lengths are no data

@@ -317,6 +317,7 @@ struct DecodeAttend {
 
   __device__ void run() const {
     typename Shared::Ring ring;
+    Rows rows;
 #pragma unroll 1
     for (std::uint32_t count = 0;; ++count) {
       const DecodeUnit unit = shared.control.take(count);
@@ -325,19 +326,30 @@ struct DecodeAttend {
       }
       // What is read again need not stay in registers meanwhile.
       const DecodeUnit& again = shared.control.units[count % tiles::kDecodeUnitRing];
-      Rows rows;
-      read_queries(unit, ring, rows);
+      if (!unit.follows) {  // else they are here
+        read_queries(unit, ring, rows);
+      }
       empty_rows(unit, rows);
 #pragma unroll 1
       for (int tile = unit.first_tile; tile < again.end_tile; tile += again.parts) {
         step(unit, rows, ring, tile);
       }
-      named_barrier_sync(Shared::kTaken, Shared::kMeeting);
-      exchange(again, rows);
-      named_barrier_arrive(Shared::kWritten, Shared::kMeeting);
+      hand_over(again, rows, count);
       shared.control.release(count);
     }
-    named_barrier_sync(Shared::kTaken, Shared::kMeeting);  // pairs with the last arrival
+  }
+
+  /// Leaves this warp's results of unit or part `count` to those that finish, once they have taken
+  /// the ones before; the eight do not wait for each other.
+  __device__ void hand_over(const DecodeUnit& unit, const Rows& rows, std::uint32_t count) const {
+    if (count > 0) {
+      barrier_wait(shared_address(&shared.control.taken), (count - 1) % 2);
+    }
+    exchange(unit, rows);
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(shared_address(&shared.control.written));
+    }
   }
 };
 

@@ -32,6 +32,8 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
   static constexpr int kColumns = 1 << kColumnsLog2;
   static_assert(4 * kColumns == kShape.head_dim && kColumns <= 32);
 
+  static constexpr int kThreads = 32 * (Shared::kWarps + tiles::kDecodeFinishWarps);
+
   const std::uint32_t result_barrier;
 
   // Queries: where this warp leaves its results later.
@@ -78,9 +80,9 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
     return reinterpret_cast<float2*>(received_o(parts, 0, rows)) + part * rows + r;
   }
 
-  /// Merges what the warps have of a part, a row each, and sends it.
-  __device__ void send(const DecodeUnit& unit, int rows) const {
-    const int r = warp, c = lane % kColumns;
+  /// Merges what the warps have of row r of a part and sends it.
+  __device__ void send(const DecodeUnit& unit, int rows, int r) const {
+    const int c = lane % kColumns;
     if (r >= rows) {
       return;
     }
@@ -153,35 +155,66 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
     }
   }
 
-  /// What this CTA has of a part is complete.
+  /// No part of this CTA follows that of the unit.
+  __device__ bool last(const DecodeUnit& unit) const { return unit.part + ctas >= unit.parts; }
+
+  /// What this CTA has of a part is complete. The warps that attend send their last one themselves,
+  /// a row each; before it they go on while others do.
   __device__ void finish(const Attend& attend, const DecodeUnit& unit,
-                         const typename Attend::Rows& mine, int rows) const {
-    attend.exchange(unit, mine);
-    __syncthreads();
-    send(unit, rows);
-    if (unit.part + ctas < unit.parts) {
-      __syncthreads();  // the next part's results go to the same place
+                         const typename Attend::Rows& mine, int rows, int count) const {
+    attend.hand_over(unit, mine, static_cast<std::uint32_t>(count));
+    if (last(unit)) {
+      barrier_wait(shared_address(&shared.control.written), count % 2);
+      send(unit, rows, warp);
+    }
+  }
+  /// Sends the parts before the last. By the warps that do not attend.
+  __device__ void finish_parts(DecodeUnit& unit, int rows) const {
+    unit.part = cta;
+    if (last(unit)) {
+      return;
+    }
+    cluster_wait();
+#pragma unroll 1
+    for (int count = 0; !last(unit); ++count, unit.part += ctas) {
+      barrier_wait(shared_address(&shared.control.written), count % 2);
+#pragma unroll 1
+      for (int r = warp - Shared::kWarps; r < rows; r += tiles::kDecodeFinishWarps) {
+        send(unit, rows, r);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(shared_address(&shared.control.taken));
+      }
     }
   }
 
   __device__ void run() const {
     DecodeUnit unit = Copies::find();
     const int rows = Shared::rows_of(params, unit);
-    ask_queries(unit, rows);
+    if (warp < Shared::kWarps) {
+      ask_queries(unit, rows);
+    }
     if (threadIdx.x == 0) {
       barrier_init(result_barrier, 1);
+      barrier_init(shared_address(&shared.control.written), Shared::kWarps);
+      barrier_init(shared_address(&shared.control.taken), tiles::kDecodeFinishWarps);
       barrier_init_fence();
       barrier_arrive_expect(result_barrier,
                             static_cast<std::uint32_t>(unit.parts * rows * (share() * 16 + 8)));
     }
     cluster_arrive();
+    if (warp >= Shared::kWarps) {
+      finish_parts(unit, rows);
+      return;
+    }
     const Attend attend{params, shared};
     typename Attend::Rows mine;
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
     Next next = Copies::first_of(unit), after = following(unit, next);
     unit.part = cta;
-    int tile = unit.first_tile + cta, slot = 0;
+    int tile = unit.first_tile + cta, slot = 0, count = 0;  // parts
     bool first_of_part = true;
     float s[4];
     // One place for all copies, as instructions come from memory too: the first rounds only ask.
@@ -226,7 +259,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
       ask(unit, next, after, values, slot, k_rows, v_rows);
       slot = slot + 1 == kSlots ? 0 : slot + 1;
       if (ends) {
-        finish(attend, unit, mine, rows);
+        finish(attend, unit, mine, rows, count++);
         unit.part += ctas;
         tile = unit.first_tile + unit.part;
         first_of_part = true;
@@ -241,7 +274,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
 };
 
 template <DType kDType, int kRow, bool kPaged>
-__global__ void __launch_bounds__(32 * DecodeShared<kRow>::kWarps, 1)
+__global__ void __launch_bounds__(DecodeCluster<kDType, kRow, kPaged>::kThreads, 1)
     decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
   let_next_grid_begin();
   wait_for_earlier_grids();
@@ -268,7 +301,7 @@ Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, un
           : reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, false>);
   return launch_in_clusters(kernel,
                             {.blocks = heads * ctas,
-                             .threads = 32 * kShape.warps,
+                             .threads = DecodeCluster<kDType, kRow, false>::kThreads,
                              .shared_bytes = static_cast<unsigned>(shared_bytes),
                              .stream = stream},
                             ctas, arguments);

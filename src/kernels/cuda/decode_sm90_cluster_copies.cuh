@@ -20,7 +20,10 @@ struct DecodeClusterCopies {
   const DecodeParams& params;
   const Shared shared;
   const int cta = cluster_rank(), ctas = cluster_size();
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  // Said to be the same for all lanes: else those of a branch that depends on it are gathered again
+  // for every instruction of a whole warp.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int lane = static_cast<int>(threadIdx.x % 32);
   const int chunk = lane % kChunks;
 
   /// The head of this cluster; batch, lengths and cut of its sequence.
@@ -35,8 +38,7 @@ struct DecodeClusterCopies {
     if (params.seqused_kv.data != nullptr) {
       unit.seqlen_kv = clamped_length(index_at(params.seqused_kv, unit.batch), params.seqlen_kv);
       cut = tiles::sm90_decode_cut(kShape, mask_of(params, unit.seqlen_q, unit.seqlen_kv),
-                                   unit.seqlen_q, params.group, params.least_parts,
-                                   params.forced_parts);
+                                   unit.seqlen_q, params.group, params.parts);
     }
     unit.parts = cut.parts;
     unit.first_tile = cut.first_tile;
@@ -128,8 +130,12 @@ struct DecodeClusterCopies {
         }
       }
       if (values) {
-        next = after;
-        after = following(unit, after);
+        if constexpr (kPaged) {
+          next = after;
+          after = following(unit, after);
+        } else {
+          next = following(unit, next);
+        }
       }
     }
     commit_copies();

@@ -254,7 +254,6 @@ struct DecodeFinish {
   __device__ void run(DecodeUnitFinder<0, kRow>& finder) const {
     std::uint32_t found = 0;  // units
     bool finds = finisher() == 0;
-    named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
 #pragma unroll 1
     for (std::uint32_t count = 0;; ++count) {
 #pragma unroll 1
@@ -269,9 +268,11 @@ struct DecodeFinish {
       if (finisher() == 0) {
         count_bad_pages(params, unit);
       }
-      named_barrier_sync(Shared::kWritten, Shared::kMeeting);
+      barrier_wait(shared_address(&shared.control.written), count % 2);
       merge_warps(unit);
-      named_barrier_arrive(Shared::kTaken, Shared::kMeeting);
+      if (lane == 0) {
+        barrier_arrive(shared_address(&shared.control.taken));
+      }
       if (unit.ends && !unit.leads) {
         announce(unit, static_cast<int>(count) + 1);
       } else if (unit.ends && unit.part + 1 < unit.parts) {

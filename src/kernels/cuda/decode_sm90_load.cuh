@@ -358,7 +358,7 @@ struct DecodeLoad {
       shared.control.release(count);
       // First: once the memory is busy with keys, whatever else is asked of it takes long.
       if constexpr (Shared::kQueriesInSlots) {
-        if (params.q.aligned) {
+        if (params.q.aligned && !unit.follows) {
           barrier_wait(shared.empty(ring.slot), ring.turn ^ 1);
           fill_queries(unit, ring.slot);
           ring.next();

@@ -14,8 +14,9 @@ struct DecodeUnit {
   int row_block = 0;
   int row_warps_log2 = 0;  // warps that take the same keys: 2^row_warps_log2
   int part = 0, parts = 1;
-  bool leads = false;  // this CTA has the parts from 0 on of its head and row block
-  bool ends = false;   // and has no part of it after this one
+  bool leads = false;    // this CTA has the parts from 0 on of its head and row block
+  bool ends = false;     // and has no part of it after this one
+  bool follows = false;  // a unit of the same head and row block in this CTA
   int seqlen_q = 0, seqlen_kv = 0;
   int row_q = 0, row_kv = 0;             // first row of the sequence in its tensor (packed), else 0
   int first_tile = 0, end_tile = 0;      // first of the part; end of all
@@ -101,6 +102,7 @@ struct DecodeUnitFinder {
     unit.end_key = of.end_key;
     unit.leads = unit.part <= given;
     unit.ends = unit.part + 1 == of.parts || left == 1;
+    unit.follows = unit.part > 0 && given > 0;
     ++next_unit;
     ++given;
     --left;
@@ -157,7 +159,7 @@ struct DecodeUnitFinder {
       seqlen_kv = clamped_length(index_at(params.seqused_kv, b), seqlen_kv);
     }
     cut = tiles::sm90_decode_cut(kShape, mask_of(params, seqlen_q, seqlen_kv), seqlen_q,
-                                 params.group, params.least_parts, params.forced_parts);
+                                 params.group, params.parts);
     units = cut.units(params.heads_kv);
   }
 
@@ -245,6 +247,8 @@ struct DecodeUnitFinder {
 struct DecodeControl {
   std::uint64_t unit_full[tiles::kDecodeUnitRing], unit_empty[tiles::kDecodeUnitRing];
   std::uint64_t slot_full[tiles::kDecodeMostSlots], slot_empty[tiles::kDecodeMostSlots];
+  // Results of the warps of a unit are in shared memory, and were taken.
+  std::uint64_t written, taken;
   // Where warps have columns of O: queries, and parts that are in the workspace.
   std::uint64_t query_full[tiles::kDecodeQueryBuffers], query_empty[tiles::kDecodeQueryBuffers];
   std::uint64_t left;
@@ -400,12 +404,8 @@ template <int kRow>
 struct DecodeShared : DecodeSlots<0, kRow> {
   using Slots = DecodeSlots<0, kRow>;
   using Slots::kD, Slots::kShape, Slots::kSlots, Slots::kTileRows, Slots::kWarps, Slots::raw;
-  static constexpr int kFinishers = 32 * tiles::kDecodeFinishWarps;  // threads
   static constexpr int kFirstLoadWarp = kWarps + tiles::kDecodeFinishWarps;
   static constexpr bool kQueriesInSlots = true;
-  // Named barriers: results are in shared memory, and they were taken.
-  static constexpr int kWritten = 1, kTaken = 2;
-  static constexpr int kMeeting = 32 * kWarps + kFinishers;
 
   __device__ float* exchange_o() const {
     return reinterpret_cast<float*>(raw + kSlots * kShape.slot_bytes());
