@@ -11,8 +11,9 @@ namespace rafter::tiles {
 
 /// Clusters of 8, 4 and 2 CTAs with most of an SM's shared memory that an H200 holds at once: its
 /// SMs come in groups of 18, 16 and 10, and a cluster lies within one. Where fewer fit some wait.
+/// A CTA alone: a head each.
 constexpr int sm90_decode_cluster_size(std::int64_t heads) {
-  return heads <= 15 ? 8 : heads <= 30 ? 4 : heads <= 66 ? 2 : 0;
+  return heads <= 15 ? 8 : heads <= 30 ? 4 : heads <= 66 ? 2 : heads <= kDecodeSms ? 1 : 0;
 }
 
 /// CTAs for each of `heads` (sequence × KV head) with at most so many parts and `bytes` of keys and

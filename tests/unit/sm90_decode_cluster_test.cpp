@@ -12,7 +12,9 @@ TEST(Sm90DecodeCluster, IsAsLargeAsLetsAllHeadsRunAtOnce) {
   EXPECT_EQ(sm90_decode_cluster(15, 16, 34 * kMega), 8);
   EXPECT_EQ(sm90_decode_cluster(16, 16, 34 * kMega), 4);
   EXPECT_EQ(sm90_decode_cluster(32, 16, 34 * kMega), 2);
-  EXPECT_EQ(sm90_decode_cluster(67, 16, 34 * kMega), 0);
+  EXPECT_EQ(sm90_decode_cluster(67, 16, 34 * kMega), 1);
+  EXPECT_EQ(sm90_decode_cluster(132, 16, 34 * kMega), 1);
+  EXPECT_EQ(sm90_decode_cluster(133, 16, 34 * kMega), 0);
 }
 
 TEST(Sm90DecodeCluster, HasNoMoreCtasThanPartsButTwo) {

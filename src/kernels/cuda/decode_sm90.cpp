@@ -290,7 +290,7 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const std::int64_t heads = p.batch * p.heads_kv;
   const std::int64_t bytes = heads * p.seqlen_kv * (params.k.row_bytes + params.v.row_bytes);
   const int ctas = tiles::sm90_decode_cluster(heads, cut.max_parts, bytes);
-  if (ctas == 0) {
+  if (ctas == 0 || (ctas == 1 && by_columns(p))) {
     return 0;
   }
   const int shared = by_columns(p) ? tiles::sm90_decode_column_cluster_bytes(

@@ -52,7 +52,7 @@ TEST(DecodeSm90Cluster, BitsOfOneSequenceOfManyHeadsAreThoseOfABatch) {
 TEST(DecodeSm90Cluster, BitsOfSequencesOfOneLengthAreThoseOfABatch) {
   RAFTER_SKIP_WITHOUT_SM90();
   for (const std::int64_t group : {5, 16}) {
-    for (const std::size_t batch : {4, 11, 24}) {  // clusters of 8, 4 and 2
+    for (const std::size_t batch : {4, 11, 24, 50}) {  // clusters of 8, 4, 2 and 1
       Case c = decode_sm90_case(DType::bf16, DType::bf16, group, 128);
       c.lengths(each(batch, 1), std::vector<std::int64_t>(batch, 1200));
       const Values values = make_values(c);
