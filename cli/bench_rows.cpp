@@ -142,6 +142,7 @@ Json record_json(const BenchRow& row, const DeviceSpec& spec) {
   json["share_of_bound"] = number(row.bound_s / s.median);
   json["level"] = row.level;
   json["bytes"] = number(row.cost.bytes);
+  json["bytes_per_s"] = number(row.cost.bytes / s.median);
   for (const char* key : {"counted_bytes", "counted_bytes_read", "counted_bytes_written"}) {
     if (row.more.contains(key)) {
       json[key] = row.more.at(key);

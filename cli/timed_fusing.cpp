@@ -9,6 +9,7 @@ namespace rafter::cli {
 namespace {
 
 constexpr std::size_t kFewestPairs = 20;
+constexpr double kMostTimes = 60;  // the rule's least time
 
 /// A step of a session of its own.
 struct Side {
@@ -43,7 +44,7 @@ FusingTimes time_pairs(const TimedWork& fused, const TimedWork& apart, const Sto
     with.push_back(fused_first ? first : second);
     without.push_back(fused_first ? second : first);
     spent += first + second;
-    const bool time_up = spent >= 20 * rule.min_time_s;
+    const bool time_up = spent >= kMostTimes * rule.min_time_s;
     if (with.size() < kFewestPairs && !time_up) {
       continue;
     }

@@ -25,7 +25,7 @@ struct FusingResult {
   std::string bytes_reason;                    // why not
 };
 
-/// Turns until the interval of the median difference is within a tenth of it, or for twenty times
+/// Turns until the interval of the median difference is within a tenth of it, or for sixty times
 /// the rule's least time.
 FusingResult time_fusing(ModelPoint point, const Transformer& model, const StopRule& rule,
                          bool counters);
