@@ -89,11 +89,13 @@ Result<TransformerSession> session_at(const Transformer& model, const ModelPoint
 }
 
 DeviceSpec at_sustained_rates(DeviceSpec spec) {
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    const std::string name = to_string(dtype);
-    const Figure* const held = spec.find(fmt::format("sustained_{}_flop_per_s", name));
-    if (held != nullptr) {
-      spec.figures[fmt::format("peak_{}_flop_per_s", name)] = *held;
+  for (const char* const dtype : {"f32", "bf16", "f16"}) {
+    for (const char* const burst : {"peak_", "attention_"}) {
+      const char* const kind = std::string_view(burst) == "peak_" ? "" : burst;
+      const Figure* const held = spec.find(fmt::format("sustained_{}{}_flop_per_s", kind, dtype));
+      if (held != nullptr) {
+        spec.figures[fmt::format("{}{}_flop_per_s", burst, dtype)] = *held;
+      }
     }
   }
   return spec;
@@ -369,6 +371,7 @@ StepResult time_step(const ModelPoint& point, const Transformer& model, const De
       one.timing = clock.time([&] { return group.queue(clock.stream()); },
                               graph ? Queueing::graph : Queueing::stream);
       one.predicted = value_or_fail(predict(group.cost, spec, launches_in(spec, cuda)));
+      one.predicted.time_s = std::max(one.predicted.time_s, one.predicted.time_fused_s);
       one.group = std::move(group);
       one.group.operations.clear();  // the session that they queue in ends here
       one.measured.reason = "only one size of work was timed";

@@ -15,6 +15,11 @@ const std::vector<FigureKey>& figure_keys() {
           {"burst_" + rate, "FLOP/s", "library GEMM, first fraction of a second of load"});
       list.push_back({"sustained_" + rate, "FLOP/s", "library GEMM under lasting load"});
     }
+    for (const char* dtype : {"f16", "bf16"}) {
+      const std::string rate = fmt::format("attention_{}_flop_per_s", dtype);
+      list.push_back({rate, "FLOP/s", "attention's two products with the softmax between them"});
+      list.push_back({"sustained_" + rate, "FLOP/s", "the same under lasting load"});
+    }
     list.push_back({"peak_vector_f32_flop_per_s", "FLOP/s", "f32 without matrix units"});
     list.push_back({"exp_per_s", "op/s", "exponentials, whole device"});
     list.push_back({"bandwidth_bytes_per_s", "B/s", "main memory"});

@@ -33,7 +33,7 @@ struct Step {
   Ridge roof;
   DType weight_dtype, kv_dtype;
   double seqlen = 0, batch = 0;
-  const DeviceSpec* landing = nullptr;  // has what QKᵀ reaches where scores land; null: the roof
+  const DeviceSpec* measured = nullptr;  // has what products of attention reach; null: the roofs
 
   bool prefill() const { return request.phase == Phase::prefill; }
   double tokens() const { return prefill() ? batch * seqlen : batch; }
@@ -175,10 +175,12 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
   Attention a;
   a.work.flops = step.layers() * layer.flops;
   a.work.bytes = step.layers() * layer.bytes;
-  const double landing =
-      step.landing != nullptr ? model::landing_seconds(layer, *step.landing, step.bandwidth()) : 0;
-  a.work.seconds = step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
-                                            layer.bytes / step.bandwidth() + landing);
+  const double landing = step.measured != nullptr
+                             ? model::landing_seconds(layer, *step.measured, step.bandwidth())
+                             : 0;
+  const double fused = step.measured != nullptr ? model::fused_seconds(layer, *step.measured) : 0;
+  a.work.seconds = step.layers() * std::max({layer.flops / (efficiency * step.roof.peak_flop_per_s),
+                                             layer.bytes / step.bandwidth() + landing, fused});
   a.untiled_seconds =
       step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
                                layer.untiled_bytes / step.bandwidth());
@@ -425,7 +427,7 @@ Result<Step> make_step(const ModelStep& request, const DeviceSpec& device, const
             .kv_dtype = request.kv_dtype.value_or(request.model.dtype),
             .seqlen = static_cast<double>(request.seqlen),
             .batch = static_cast<double>(request.batch),
-            .landing = &device};
+            .measured = &device};
   if (request.phase == Phase::prefill) {
     if (Status s = model::check_mask(prefill_mask(step), c); !s) {
       return s;

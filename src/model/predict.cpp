@@ -55,6 +55,13 @@ double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_
   return seconds;
 }
 
+double fused_seconds(const Cost& cost, const DeviceSpec& device) {
+  const bool fused = cost.kernels.size() == 1 && cost.kernels[0].name == "attention";
+  const Figure* const rate =
+      device.find(fmt::format("attention_{}_flop_per_s", to_string(cost.dtype)));
+  return fused && rate != nullptr ? cost.flops / rate->value : 0;
+}
+
 }  // namespace model
 
 std::string Prediction::verdict() const {
@@ -183,6 +190,7 @@ Result<Prediction> predict(const Cost& cost, const DeviceSpec& device,
   p.time_low_s = times(high_of(*roof.peak), high_of(*roof.bandwidth));
   p.time_high_s = times(low_of(*roof.peak), low_of(*roof.bandwidth));
   p.time_s = times(r->peak_flop_per_s, r->bandwidth_bytes_per_s);  // last: leaves its terms in p
+  p.time_fused_s = model::fused_seconds(cost, device);
   p.time_sum_s =
       p.time_compute_s + p.time_bandwidth_s + (std::isnan(dispatch.seconds) ? 0 : dispatch.seconds);
 

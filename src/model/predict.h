@@ -23,4 +23,8 @@ Dispatch dispatch_cost(double launches, const DeviceSpec& device, const Conventi
 /// with a short k reaches only bandwidth_scores_bytes_per_s. 0 where the device lacks the figure.
 double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_per_s);
 
+/// Seconds of a kernel that does both products of attention and the softmax between them, at the
+/// rate that the device was measured to do all three; 0 where it lacks the figure, and for others.
+double fused_seconds(const Cost& cost, const DeviceSpec& device);
+
 }  // namespace rafter::model

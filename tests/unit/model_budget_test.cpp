@@ -246,6 +246,22 @@ TEST(ModelBudget, FusingSavesThePassesAndLaunchesThatItLeavesOut) {
   EXPECT_EQ(decoded.fusing.launches_time_s, 4 * layers * h200.find("graph_launch_s")->value);
 }
 
+TEST(ModelBudget, TakesTheRateThatFusedAttentionWasMeasuredToReach) {
+  DeviceSpec h200 = *find_device("h200");
+  const ModelBudget roof = must(model_budget(prefill(4096), h200));
+  Figure rate = *h200.find("peak_bf16_flop_per_s");
+  rate.value /= 2;
+  h200.figures["attention_bf16_flop_per_s"] = rate;
+  const ModelBudget measured = must(model_budget(prefill(4096), h200));
+  EXPECT_EQ(measured.attention_time_s, measured.attention_flops / rate.value);
+  EXPECT_EQ(measured.gemm_time_s, roof.gemm_time_s);
+  EXPECT_EQ(measured.ceilings.front().flop_per_s, roof.ceilings.front().flop_per_s);
+  ModelStep unfused = prefill(4096);
+  unfused.pipeline = Pipeline::unfused;
+  EXPECT_EQ(must(model_budget(unfused, h200)).time_s,
+            must(model_budget(unfused, *find_device("h200"))).time_s);
+}
+
 TEST(ModelBudget, ComparesWithTheUnfusedAttentionThatRuns) {
   const DeviceSpec h200 = *find_device("h200");
   ModelStep step = prefill(4096);

@@ -186,6 +186,21 @@ TEST(Predict, NoWorkTakesNoTimeAndNothingDividesByZero) {
   EXPECT_EQ(p.intensity_flop_per_byte, 0);
 }
 
+TEST(Prediction, FusedAttentionHasATimeOfItsOwnWhereItsRateWasMeasured) {
+  DeviceSpec d = toy();
+  const Cost fused = must(attention_cost(square(4096), Pipeline::fused));
+  EXPECT_EQ(must(predict(fused, d)).time_fused_s, 0);
+  const double roof_s = must(predict(fused, d)).time_s;
+  d.figures["attention_bf16_flop_per_s"] = figure(500, "FLOP/s");
+  const Prediction p = must(predict(fused, d));
+  EXPECT_EQ(p.time_fused_s, fused.flops / 500);
+  EXPECT_EQ(p.time_s, roof_s);  // no roof
+  const Cost unfused = must(attention_cost(square(4096), Pipeline::unfused));
+  EXPECT_EQ(must(predict(unfused, d)).time_fused_s, 0);
+  const Cost backward = must(attention_cost(square(4096), Pipeline::fused, Pass::backward));
+  EXPECT_EQ(must(predict(backward, d)).time_fused_s, 0);
+}
+
 TEST(Ceilings, AscendAndEachIsItsRate) {
   DeviceSpec d = toy();
   d.figures["exp_per_s"] = figure(30, "op/s");

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "hw/cuda/attention_rate.h"
 #include "hw/cuda/blas.h"
 #include "hw/cuda/launch.h"
 #include "hw/cuda/passes.h"
@@ -183,19 +184,13 @@ Status bandwidth(Prober& prober) {
   return Status::ok();
 }
 
-// Products of the library GEMM for `run_s` seconds: FLOP/s of groups of some milliseconds each,
-// with the seconds from the start at which each began.
-struct GemmRun {
+// One kernel for `run_s` seconds: FLOP/s of groups of some milliseconds each, with the seconds from
+// the start at which each began.
+struct RateRun {
   std::vector<double> rates, starts;
 };
 
-Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, const DeviceMemory& a,
-                         const DeviceMemory& b, const DeviceMemory& c, const DeviceMemory& space,
-                         double run_s) {
-  const Work one = [&] {
-    return cuda::matmul(product, a.data(), b.data(), c.data(), space.data(),
-                        prober.clock.stream().handle);
-  };
+Result<RateRun> run_rate(const Prober& prober, const Work& one, double flops, double run_s) {
   const TimedWork timed = prober.clock.timed(one, Queueing::stream);
   const Result<double> first = timed(1);  // makes the handle
   const Result<double> second = first ? timed(1) : first;
@@ -204,10 +199,8 @@ Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, cons
   }
   constexpr double kGroup_s = 5e-3;
   const auto calls = static_cast<std::int64_t>(std::clamp(kGroup_s / *second, 1.0, 1000.0));
-  const double flops = 2 * static_cast<double>(product.m * product.n) *
-                       static_cast<double>(product.k * product.batch);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the clock recovers
-  GemmRun run;
+  RateRun run;
   const Clock::time_point start = Clock::now();
   while (seconds_since(start) < run_s) {
     run.starts.push_back(seconds_since(start));
@@ -218,6 +211,36 @@ Result<GemmRun> run_gemm(const Prober& prober, const cuda::Matmul& product, cons
     run.rates.push_back(flops * static_cast<double>(calls) / *seconds);
   }
   return run;
+}
+
+/// The rates of a run's first 0.1 s, and of its second half, which the power limit decides.
+struct BurstAndRest {
+  std::vector<double> burst, sustained;
+};
+BurstAndRest parts_of(const RateRun& run, double run_s) {
+  constexpr double kBurst_s = 0.1;
+  BurstAndRest parts;
+  for (std::size_t i = 0; i < run.rates.size(); ++i) {
+    if (run.starts[i] < kBurst_s || parts.burst.size() < 5) {
+      parts.burst.push_back(run.rates[i]);
+    }
+    if (run.starts[i] > run_s / 2 || i + 5 >= run.rates.size()) {
+      parts.sustained.push_back(run.rates[i]);
+    }
+  }
+  return parts;
+}
+
+Result<RateRun> run_gemm(const Prober& prober, const cuda::Matmul& product, const DeviceMemory& a,
+                         const DeviceMemory& b, const DeviceMemory& c, const DeviceMemory& space,
+                         double run_s) {
+  const Work one = [&] {
+    return cuda::matmul(product, a.data(), b.data(), c.data(), space.data(),
+                        prober.clock.stream().handle);
+  };
+  const double flops = 2 * static_cast<double>(product.m * product.n) *
+                       static_cast<double>(product.k * product.batch);
+  return run_rate(prober, one, flops, run_s);
 }
 
 Status gemm_peak(Prober& prober, const char* name, DType dtype, bool tf32) {
@@ -248,21 +271,12 @@ Status gemm_peak(Prober& prober, const char* name, DType dtype, bool tf32) {
                              .ldb = n,
                              .ldc = n};
   const double run_s = prober.options.quick ? 0.6 : 3;
-  const Result<GemmRun> run = run_gemm(prober, product, *a, *b, *c, *space, run_s);
+  const Result<RateRun> run = run_gemm(prober, product, *a, *b, *c, *space, run_s);
   if (!run) {
     prober.missing(fmt::format("peak_{}_flop_per_s", name), run.status().message());
     return Status::ok();
   }
-  constexpr double kBurst_s = 0.1;
-  std::vector<double> burst, sustained;
-  for (std::size_t i = 0; i < run->rates.size(); ++i) {
-    if (run->starts[i] < kBurst_s || burst.size() < 5) {
-      burst.push_back(run->rates[i]);
-    }
-    if (run->starts[i] > run_s / 2 || i + 5 >= run->rates.size()) {
-      sustained.push_back(run->rates[i]);
-    }
-  }
+  const auto& [burst, sustained] = parts_of(*run, run_s);
   const std::string how = fmt::format("cuBLASLt product {}³ of random {}", n, name);
   const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
       {"peak", burst, 0.9, how + ", first 0.1 s after a pause: the burst"},
@@ -334,7 +348,7 @@ Status scores_bandwidth(Prober& prober) {
                              .stride_a = kRows * kDim,
                              .stride_b = kKeys * kDim,
                              .stride_c = kRows * kKeys};
-  const Result<GemmRun> run = run_gemm(prober, product, *a, *b, *c, *space, 0.2);
+  const Result<RateRun> run = run_gemm(prober, product, *a, *b, *c, *space, 0.2);
   if (!run) {
     prober.missing(kFigure, run.status().message());
     return Status::ok();
@@ -347,6 +361,51 @@ Status scores_bandwidth(Prober& prober) {
   return prober.measured(kFigure, rates, "B/s", 0.9,
                          fmt::format("cuBLASLt, {} products of random bf16, {} x {} x {}", kBatch,
                                      kRows, kKeys, kDim));
+}
+
+/// Both products of attention with the softmax between them, on operands in shared memory.
+Status attention(Prober& prober) {
+  for (const auto& [name, dtype] : {std::pair("bf16", DType::bf16), std::pair("f16", DType::f16)}) {
+    const std::string figure = fmt::format("attention_{}_flop_per_s", name);
+    if (std::string reason = cuda::why_not_sm90(prober.device.index); !reason.empty()) {
+      prober.missing(figure, reason);
+      continue;
+    }
+    prober.step(fmt::format("attention's products, {}", name));
+    Result<DeviceMemory> sink = DeviceMemory::allocate(prober.device, 4);
+    if (!sink) {
+      return sink.status();
+    }
+    constexpr int kRounds = 1000;
+    constexpr double kFlops = 4 * 128 + 5;  // of a score
+    double scores = 0;
+    const Work one = [&, type = dtype]() -> Status {
+      const Result<double> done =
+          cuda::attention_pass(type, kRounds, sink->data(), prober.clock.stream().handle);
+      scores = done ? *done : 0;
+      return done.status();
+    };
+    if (Status status = one(); !status) {
+      return status;
+    }
+    const double run_s = prober.options.quick ? 0.6 : 3;
+    const Result<RateRun> run = run_rate(prober, one, kFlops * scores, run_s);
+    if (!run) {
+      return run.status();
+    }
+    const auto& [burst, sustained] = parts_of(*run, run_s);
+    const std::string how = fmt::format(
+        "QKᵀ, softmax and PV of random {}, head_dim 128, operands in shared memory", name);
+    const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
+        {"", burst, 0.9, how + ", first 0.1 s after a pause"},
+        {"sustained_", sustained, 0.5, fmt::format("{}, second half of {:.1f} s", how, run_s)}};
+    for (const auto& [kind, samples, at, source] : rows) {
+      if (Status status = prober.measured(kind + figure, samples, "FLOP/s", at, source); !status) {
+        return status;
+      }
+    }
+  }
+  return Status::ok();
 }
 
 /// What all SMs do on registers, `each` operations of the figure's for one of the pass's.
@@ -451,8 +510,8 @@ Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options) {
     return clock ? properties.status() : clock.status();
   }
   Prober prober{device, options, *clock, *properties, {}};
-  for (Status (*step)(Prober&) :
-       {describe, bandwidth, matmul, scores_bandwidth, vector_arithmetic, exponentials, launches}) {
+  for (Status (*step)(Prober&) : {describe, bandwidth, matmul, attention, scores_bandwidth,
+                                  vector_arithmetic, exponentials, launches}) {
     if (Status status = step(prober); !status) {
       return status;
     }
