@@ -297,10 +297,10 @@ struct Prediction {
   double time_compute_s = 0, time_bandwidth_s = 0;  // with the convention's efficiencies
   double time_dispatch_s = 0;  // NaN when the device has no launch_s (dispatch_reason says so)
   double time_sum_s = 0;       // the pessimistic end: nothing overlaps
-  double time_fused_s = 0;     // fused attention at the rate that the device was measured to do its
-                            // two products and the softmax between them
-                            // (attention_<dtype>_flop_per_s): beyond the roofs, so not in the times
-                            // above; 0: unknown, or no such kernel
+  /// Fused attention at the rate that the device was measured to do its two products and the
+  /// softmax between them (attention_<dtype>_flop_per_s): beyond the roofs, so not in the times
+  /// above. 0: unknown, or no such kernel.
+  double time_fused_s = 0;
   double time_low_s = 0, time_high_s = 0;  // by the measured spread of the device's figures; else
                                            // time_s
   Wall wall = Wall::compute;  // the largest term at the roofs (efficiencies do not move a wall);

@@ -134,7 +134,9 @@ __global__ void __launch_bounds__(kThreads) register_kernel(float* sink, std::in
   for (int i = 0; i < kChains; ++i) {
     x[i] = -0.001f * static_cast<float>(threadIdx.x + i);
   }
-  for (std::int64_t r = 0; r < rounds; ++r) {
+  constexpr int kRoundsAtOnce = 16;  // counting rounds takes issue slots of the arithmetic
+#pragma unroll kRoundsAtOnce
+  for (int r = 0; r < static_cast<int>(rounds); ++r) {
 #pragma unroll
     for (int i = 0; i < kChains; ++i) {
       if constexpr (kExp) {
