@@ -3,21 +3,34 @@
 #include "hw/cuda/attention_rate.h"
 #include "hw/cuda/launch.h"
 #include "hw/cuda/wgmma.cuh"
-#include "tiles/sm90_descriptor.h"
-#include "tiles/uniform.h"
 
 namespace rafter::cuda {
 namespace {
 
 constexpr int kKeys = 128, kDim = 128, kSteps = kDim / 16;
 constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups, kRows = 64 * kWarpgroups;
-constexpr int kTileBytes = tiles::tile_bytes(kKeys, kDim);
-constexpr int kSharedBytes = 2 * kTileBytes + tiles::kSwizzleGroupBytes;
+constexpr int kTileBytes = kKeys * kDim * 2;
+// Boxes of 64 columns: rows of 128 bytes whose 16-byte chunks are permuted, which random values
+// need not know. PTX ISA, "Matrix descriptor": address, leading and stride offset over 16, the
+// swizzle.
+constexpr int kBoxBytes = kKeys * 128, kGroupBytes = 8 * 128;
+constexpr int kSharedBytes = 2 * kTileBytes + kGroupBytes;
+constexpr std::uint64_t kKMajor = std::uint64_t{kGroupBytes / 16} << 32 | std::uint64_t{1} << 62;
+constexpr std::uint64_t kMnMajor = kKMajor | std::uint64_t{kBoxBytes / 16} << 16;
 
-/// Two values in (−1, 1): what is multiplied decides the power, and with it the rate.
+/// Two values in (−1, 1), hashes of the index: what is multiplied decides the power, and with it
+/// the rate.
 template <DType kDType>
-__device__ std::uint32_t random_pair(std::uint64_t index) {
-  return pack<kDType>(tiles::uniform_of(1, 2 * index), tiles::uniform_of(1, 2 * index + 1));
+__device__ std::uint32_t random_pair(std::uint32_t index) {
+  float pair[2];
+#pragma unroll
+  for (std::uint32_t i = 0; i < 2; ++i) {
+    std::uint32_t bits = (2 * index + i) * 0x9e3779b9u + 0x7f4a7c15u;
+    bits = (bits ^ bits >> 16) * 0x85ebca6bu;
+    bits = (bits ^ bits >> 13) * 0xc2b2ae35u;
+    pair[i] = static_cast<float>(static_cast<std::int32_t>(bits ^ bits >> 16)) * 0x1p-31f;
+  }
+  return pack<kDType>(pair[0], pair[1]);
 }
 
 __device__ std::uint64_t at(std::uint64_t descriptor, std::uint32_t address) {
@@ -53,10 +66,10 @@ template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(float* sink, int rounds) {
   extern __shared__ unsigned char shared[];
   const std::uint32_t start = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-  const std::uint32_t skip = -start % tiles::kSwizzleGroupBytes;
+  const std::uint32_t skip = -start % kGroupBytes;
   auto* const words = reinterpret_cast<std::uint32_t*>(shared + skip);
   for (int i = static_cast<int>(threadIdx.x); i < 2 * kTileBytes / 4; i += kThreads) {
-    words[i] = random_pair<kDType>(static_cast<std::uint64_t>(i));
+    words[i] = random_pair<kDType>(static_cast<std::uint32_t>(i));
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
@@ -70,12 +83,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(float* sink, int
   float s[64], o[64] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   const auto scores = [&] {
     Mma<kDType, kKeys>::template registers_k_major<false>(s, q[0][0], q[0][1], q[0][2], q[0][3],
-                                                          at(tiles::k_major_descriptor(), k));
+                                                          at(kKMajor, k));
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) {
       Mma<kDType, kKeys>::template registers_k_major<true>(
           s, q[step][0], q[step][1], q[step][2], q[step][3],
-          at(tiles::k_major_descriptor(), k + tiles::k_major_step_bytes(kKeys, step)));
+          at(kKMajor, k + step / 4 * kBoxBytes + step % 4 * 32));
     }
     wgmma_commit();
   };
@@ -97,9 +110,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(float* sink, int
     scores();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Mma<kDType, kDim>::registers(
-          o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-          at(tiles::mn_major_descriptor(kKeys), v + tiles::mn_major_step_bytes(step)));
+      Mma<kDType, kDim>::registers(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
+                                   p[4 * step + 3], at(kMnMajor, v + step * 16 * 128));
     }
     wgmma_commit();
     wgmma_wait<1>();
