@@ -7,6 +7,7 @@
 #include <array>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "dispatch/kernel_entry.h"
 #include "hw/cuda/tensor_map.h"
@@ -27,10 +28,10 @@ using LaunchFunction = Status (*)(const cuda::ForwardParams&, unsigned, void*);
 constexpr std::array<std::array<LaunchFunction, kSm90ForwardRowCount>, 2> kLaunch = {{
     {cuda::launch_forward_sm90<DType::bf16, 0>, cuda::launch_forward_sm90<DType::bf16, 1>,
      cuda::launch_forward_sm90<DType::bf16, 2>, cuda::launch_forward_sm90<DType::bf16, 3>,
-     cuda::launch_forward_sm90<DType::bf16, 4>},
+     cuda::launch_forward_sm90<DType::bf16, 4>, cuda::launch_forward_sm90<DType::bf16, 5>},
     {cuda::launch_forward_sm90<DType::f16, 0>, cuda::launch_forward_sm90<DType::f16, 1>,
      cuda::launch_forward_sm90<DType::f16, 2>, cuda::launch_forward_sm90<DType::f16, 3>,
-     cuda::launch_forward_sm90<DType::f16, 4>},
+     cuda::launch_forward_sm90<DType::f16, 4>, cuda::launch_forward_sm90<DType::f16, 5>},
 }};
 
 std::int64_t div_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -39,9 +40,40 @@ int row_of(const AttentionProblem& p) {
   return tiles::sm90_forward_row_for(p.head_dim, p.head_dim_v, !p.mask.is_none());
 }
 
-/// Query tiles of the problem, at most.
-std::int64_t tiles_of(const AttentionProblem& p) {
-  const std::int64_t tile_q = kSm90ForwardRows[row_of(p)].tile_q();
+/// One launch: its tuning row, and the sequences that it computes.
+struct Launch {
+  int row = -1;
+  cuda::SequenceKind takes = cuda::SequenceKind::all;
+};
+
+/// Short sequences under a mask may have a row of their own. Where lengths are only known on the
+/// device there may be both kinds.
+std::vector<Launch> launches_of(const AttentionProblem& p) {
+  using cuda::SequenceKind;
+  const int row = row_of(p);
+  const int short_row = tiles::sm90_forward_short_row_for(row);
+  if (short_row < 0 || p.seqlen_q < tiles::kSm90ForwardShortQueries) {
+    return {{row}};
+  }
+  const bool may_be_short = p.layout == Layout::packed || p.seqused_kv ||
+                            tiles::is_sm90_forward_short(p.seqlen_q, p.seqlen_kv);
+  if (!may_be_short) {
+    return {{row}};
+  }
+  const bool may_be_long =
+      p.layout == Layout::packed || !tiles::is_sm90_forward_short(p.seqlen_q, p.seqlen_kv);
+  if (!may_be_long) {
+    return {{short_row}};
+  }
+  const Launch others{row, SequenceKind::not_short}, short_ones{short_row, SequenceKind::is_short};
+  // Last what there may be least of: its launch passes under the end of the other.
+  return p.seqlen_kv > tiles::kSm90ForwardShortKeys ? std::vector<Launch>{others, short_ones}
+                                                    : std::vector<Launch>{short_ones, others};
+}
+
+/// Query tiles of a launch, at most.
+std::int64_t tiles_of(const AttentionProblem& p, int row) {
+  const std::int64_t tile_q = kSm90ForwardRows[row].tile_q();
   const std::int64_t blocks = p.layout == Layout::packed ? div_up(p.total_q, tile_q) + p.batch
                                                          : p.batch * div_up(p.seqlen_q, tile_q);
   return blocks * p.heads_q;
@@ -58,7 +90,7 @@ Acceptance accepts(const KernelProblem& problem) {
   }
   const std::int64_t longest =
       std::max({p.seqlen_q, p.seqlen_kv, p.total_q, p.total_kv, p.heads_q, p.batch});
-  if (longest >= cuda::kMaxLength || tiles_of(p) >= cuda::kMaxLength) {
+  if (longest >= cuda::kMaxLength || tiles_of(p, row_of(p)) >= cuda::kMaxLength) {
     return Acceptance::refuse("more than 2^29 rows or query tiles");
   }
   return cuda::accepts_sm90_device(problem);
@@ -72,23 +104,28 @@ bool tiles_differ(const AttentionProblem& p) {
 /// Warpgroups without queries idle in the last query tile of each head, which is a good part of the
 /// work. Dealt, it would always fall to the same CTAs: the heads in flight are as many tiles as
 /// SMs.
-bool last_tile_is_short(const AttentionProblem& p) {
+bool last_tile_is_short(const AttentionProblem& p, int row) {
   constexpr std::int64_t kFewBlocks = 32;
-  const tiles::Sm90ForwardRow& row = kSm90ForwardRows[row_of(p)];
-  return row.idles && p.seqlen_q % row.tile_q() != 0 && p.seqlen_q > row.tile_q() &&
-         p.seqlen_q <= kFewBlocks * row.tile_q();
+  const tiles::Sm90ForwardRow& shape = kSm90ForwardRows[row];
+  return shape.idles && p.seqlen_q % shape.tile_q() != 0 && p.seqlen_q > shape.tile_q() &&
+         p.seqlen_q <= kFewBlocks * shape.tile_q();
 }
 
 /// CTAs draw tiles that differ from a counter, save where each has no more than one: a workspace
 /// and its clearing would then take longer than the kernel gains.
-bool draws_tiles(const AttentionProblem& p, int sms) {
-  return (tiles_differ(p) || last_tile_is_short(p)) && tiles_of(p) > sms;
+bool draws_tiles(const AttentionProblem& p, int row, int sms) {
+  return (tiles_differ(p) || last_tile_is_short(p, row)) && tiles_of(p, row) > sms;
 }
 
 std::int64_t workspace(const KernelProblem& problem) {
   const cuda::DeviceScope device(problem.device_index);
   const Result<int> sms = cuda::sm_count();
-  return draws_tiles(problem.attention, sms ? *sms : 0) ? kCounterBytes : 0;
+  const AttentionProblem& p = problem.attention;
+  const std::vector<Launch> launches = launches_of(p);
+  return std::ranges::any_of(launches,
+                             [&](const Launch& l) { return draws_tiles(p, l.row, sms ? *sms : 0); })
+             ? kCounterBytes
+             : 0;
 }
 
 /// A tile costs all of its rows, however few of them are queries: one query is decode_sm90's.
@@ -153,15 +190,18 @@ void set_problem(cuda::ForwardParams& params, const AttentionProblem& p) {
 /// Heads in flight together. Unmasked, of equal lengths: as many as give every SM a tile, so that K
 /// and V come from DRAM at an even rate (512 keys: +7%). Else longest tiles come first, over as
 /// many heads as the cache holds.
-int section_of(const AttentionProblem& p, int sms) {
+int section_of(const AttentionProblem& p, int row, int sms) {
   const std::int64_t group = p.heads_q / p.heads_kv;
-  const std::int64_t kv_bytes = p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2;
+  const std::int64_t keys = kSm90ForwardRows[row].is_short
+                                ? std::min<std::int64_t>(p.seqlen_kv, tiles::kSm90ForwardShortKeys)
+                                : p.seqlen_kv;
+  const std::int64_t kv_bytes = keys * (p.head_dim + p.head_dim_v) * 2;
   const std::int64_t heads = p.layout == Layout::packed ? p.heads_q : p.batch * p.heads_q;
   const std::int64_t cached = tiles::heads_in_cache(heads, group, kv_bytes, kCacheBytes);
   if (tiles_differ(p)) {
     return static_cast<int>(cached);
   }
-  const std::int64_t blocks = div_up(p.seqlen_q, kSm90ForwardRows[row_of(p)].tile_q());
+  const std::int64_t blocks = div_up(p.seqlen_q, kSm90ForwardRows[row].tile_q());
   return static_cast<int>(std::min(cached, tiles::heads_in_flight(group, blocks, sms)));
 }
 
@@ -198,28 +238,39 @@ Status forward(const ForwardCall& call) {
   if (!device.status()) {
     return device.status();
   }
-  const int row = row_of(p);
   cuda::ForwardParams params;
   set_problem(params, p);
   set_scores(params, *p.softmax_scale, p.softcap);
   set_outputs(params, call.out);
-  if (Status status = set_inputs(params, call.in, row); !status) {
-    return status;
-  }
   const Result<int> sms = cuda::sm_count();
   if (!sms) {
     return sms.status();
   }
-  params.section = section_of(p, *sms);
-  if (draws_tiles(p, *sms)) {
-    params.counter = static_cast<unsigned*>(call.workspace.data);
-    if (Status status = cuda::clear(params.counter, kCounterBytes, call.stream.handle); !status) {
+  const std::vector<Launch> launches = launches_of(p);
+  const auto draws = [&](const Launch& l) { return draws_tiles(p, l.row, *sms); };
+  auto* const counters = static_cast<unsigned*>(call.workspace.data);
+  if (std::ranges::any_of(launches, draws)) {
+    if (Status status = cuda::clear(counters, kCounterBytes, call.stream.handle); !status) {
       return status;
     }
   }
-  const std::int64_t blocks = std::min<std::int64_t>(*sms, tiles_of(p));
-  return kLaunch[p.dtype == DType::f16 ? 1 : 0][row](params, static_cast<unsigned>(blocks),
-                                                     call.stream.handle);
+  for (std::size_t i = 0; i < launches.size(); ++i) {
+    const Launch& l = launches[i];
+    if (Status status = set_inputs(params, call.in, l.row); !status) {
+      return status;
+    }
+    params.takes = l.takes;
+    params.is_first = launches.size() == 2 && i == 0;
+    params.is_second = i == 1;
+    params.section = section_of(p, l.row, *sms);
+    params.counter = draws(l) ? counters + i : nullptr;
+    const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(*sms, tiles_of(p, l.row)));
+    const LaunchFunction queue = kLaunch[p.dtype == DType::f16 ? 1 : 0][l.row];
+    if (Status status = queue(params, blocks, call.stream.handle); !status) {
+      return status;
+    }
+  }
+  return Status::ok();
 }
 
 }  // namespace

@@ -18,227 +18,26 @@
 
 #include <type_traits>
 
-#include "hw/cuda/barrier.cuh"
-#include "hw/cuda/tma.cuh"
+#include "hw/cuda/early.cuh"
+#include "hw/cuda/early.h"
 #include "hw/cuda/wgmma.cuh"
 #include "kernels/cuda/foreign_rows.cuh"
-#include "kernels/cuda/forward_sm90.h"
+#include "kernels/cuda/forward_sm90_load.cuh"
 #include "kernels/cuda/forward_sm90_store.cuh"
 #include "tiles/sm90_descriptor.h"
 
 namespace rafter::cuda {
 
-template <int kWarpgroups, int kStages, int kSlots>
-struct ForwardControl {
-  static constexpr std::uint32_t kPlans = 4;  // the tile before, this one, the next; a power of two
-  std::uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  std::uint64_t q_full[kWarpgroups][kSlots], q_empty[kWarpgroups][kSlots];
-  std::uint64_t plan_full[kPlans], plan_empty[kPlans];
-  PlannedTile<kWarpgroups> plans[kPlans];  // of tile number t: t % kPlans
-
-  __device__ const PlannedTile<kWarpgroups>& plan(std::uint32_t t) const {
-    return plans[t % kPlans];
-  }
-  __device__ void await_plan(std::uint32_t t) const {
-    barrier_wait(shared_address(&plan_full[t % kPlans]), t / kPlans % 2);
-  }
-};
-
 template <DType kDType, int kRow>
 struct Forward {
   static constexpr tiles::Sm90ForwardRow kShape = tiles::kSm90ForwardRows[kRow];
-  static constexpr int kD = kShape.head_dim, kDv = kShape.head_dim_v;
-  static constexpr int kTileQ = kShape.tile_q(), kTileKv = kShape.tile_kv;
+  static constexpr int kD = kShape.head_dim, kDv = kShape.head_dim_v, kTileKv = kShape.tile_kv;
   static constexpr int kWarpgroups = kShape.warpgroups, kStages = kShape.stages;
   static constexpr int kScores = kTileKv / 2, kOutputs = kDv / 2;  // accumulators of a thread
   static constexpr std::uint32_t kSlots = kShape.q_slots;
   using Store = ForwardStore<kDType, kRow>;
-  using Control = ForwardControl<kWarpgroups, kStages, kShape.q_slots>;
-  static_assert(sizeof(Control) <= tiles::Sm90ForwardRow::kControlBytes);
-
-  /// Byte addresses in shared memory.
-  struct Shared {
-    std::uint32_t q, k, v, o;  // q, o + warpgroup · bytes; k, v + slot · bytes
-    Control* control;
-    __device__ std::uint32_t q_of(int w, std::uint32_t tile) const {
-      return q + (static_cast<std::uint32_t>(w) * kSlots + tile % kSlots) * kShape.q_bytes();
-    }
-    __device__ std::uint32_t o_of(int w) const { return o + w * kShape.o_bytes(); }
-    __device__ std::uint32_t k_of(std::uint32_t slot) const { return k + slot * kShape.k_bytes(); }
-    __device__ std::uint32_t v_of(std::uint32_t slot) const { return v + slot * kShape.v_bytes(); }
-  };
-
-  __device__ static Shared carve(unsigned char* raw) {
-    const std::uint32_t start = shared_address(raw);
-    constexpr std::uint32_t kAlign = tiles::kSwizzleGroupBytes;
-    const std::uint32_t aligned = (start + kAlign - 1) / kAlign * kAlign;
-    Shared shared;
-    shared.q = aligned;
-    shared.k = shared.q + kWarpgroups * kShape.q_slots * kShape.q_bytes();
-    shared.v = shared.k + kStages * kShape.k_bytes();
-    shared.o = shared.v + kStages * kShape.v_bytes();
-    const std::uint32_t end = shared.o + kWarpgroups * kShape.o_bytes();
-    shared.control = reinterpret_cast<Control*>(raw + (end - start));
-    return shared;
-  }
-
-  __device__ static void init_barriers(Control& control) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&control.k_full[i]), 1);
-      barrier_init(shared_address(&control.v_full[i]), 1);
-      barrier_init(shared_address(&control.k_empty[i]), 4 * kWarpgroups);
-      barrier_init(shared_address(&control.v_empty[i]), 4 * kWarpgroups);
-    }
-    for (int w = 0; w < kWarpgroups; ++w) {
-      for (std::uint32_t i = 0; i < kSlots; ++i) {
-        barrier_init(shared_address(&control.q_full[w][i]), 1);
-        barrier_init(shared_address(&control.q_empty[w][i]), 4);
-      }
-    }
-    for (std::uint32_t i = 0; i < Control::kPlans; ++i) {
-      barrier_init(shared_address(&control.plan_full[i]), 1);
-      barrier_init(shared_address(&control.plan_empty[i]), 4 * kWarpgroups + 1);
-    }
-    barrier_init_fence();
-  }
-
-  // ---- producer -------------------------------------------------------------------------------
-
-  __device__ static void load_tile(std::uint32_t destination, const CUtensorMap& map,
-                                   std::uint32_t barrier, int columns, int rows, int row, int head,
-                                   int batch) {
-    barrier_arrive_expect(barrier, static_cast<std::uint32_t>(tiles::tile_bytes(rows, columns)));
-#pragma unroll
-    for (int box = 0; box < tiles::boxes(columns); ++box) {
-      tma_load(destination + box * tiles::box_bytes(rows), map, barrier, box * tiles::kBoxColumns,
-               row, head, batch);
-    }
-  }
-
-  /// One warp: finds this CTA's query tiles, tells the others of them and loads their queries.
-  __device__ static void plan(const ForwardParams& params, const Shared& shared) {
-    Control& control = *shared.control;
-    const bool leader = threadIdx.x % 32 == 0;
-    TileFinder<kTileQ> finder;
-    int tile = static_cast<int>(blockIdx.x);
-    bool drawn_late = false;
-    for (std::uint32_t t = 0;; ++t) {
-      if (t > 0) {
-        tile += static_cast<int>(gridDim.x);
-        if (params.counter != nullptr) {
-          if (leader) {
-            if (kShape.runs_on && drawn_late) {
-              await_queries_read(control, t);
-            }
-            tile = static_cast<int>(atomicAdd(params.counter, 1u) + gridDim.x);
-          }
-          tile = __shfl_sync(~0u, tile, 0);
-        }
-      }
-      const TileWork work = finder.find(params, tile);
-      if (leader) {
-        barrier_wait(shared_address(&control.plan_empty[t % Control::kPlans]),
-                     t / Control::kPlans % 2 ^ 1);
-        PlannedTile<kWarpgroups>& planned = control.plans[t % Control::kPlans];
-        static_cast<TileWork&>(planned) = work;
-        const int2 range = key_tiles<kTileKv>(params, work, work.first_query, kTileQ);
-        planned.range = range;
-        // A long tile leaves time to find the next: it is drawn when this one begins, since a CTA
-        // that holds tiles back makes the others wait for it in the end.
-        constexpr int kLong = 8;
-        drawn_late = range.y - range.x > kLong;
-        planned.lse = params.lse;
-        if (params.lse != nullptr) {
-          const std::int64_t batch = params.cu_seqlens_q.data != nullptr ? 0 : work.batch;
-          planned.lse += batch * params.lse_stride_batch + work.head * params.lse_stride_heads +
-                         (std::int64_t{work.row_q} + work.first_query) * params.lse_stride_seqlen;
-        }
-#pragma unroll 1
-        for (int w = 0; w < kWarpgroups; ++w) {
-          const int first = work.first_query + 64 * w;
-          planned.own[w] = kShape.own_ranges ? key_tiles<kTileKv>(params, work, first, 64) : range;
-          planned.interior[w] = interior_tiles<kTileKv>(params, work, planned.own[w], first);
-        }
-        barrier_arrive(shared_address(&control.plan_full[t % Control::kPlans]));
-        if (work.batch >= 0) {
-          load_queries(params, shared, work, t);
-        }
-      }
-      if (work.batch < 0) {
-        break;
-      }
-    }
-  }
-
-  /// Until the slot that Q of query tile t goes to is free.
-  __device__ static void await_queries_read(Control& control, std::uint32_t t) {
-#pragma unroll 1
-    for (int w = 0; w < kWarpgroups; ++w) {
-      barrier_wait(shared_address(&control.q_empty[w][t % kSlots]), t / kSlots % 2 ^ 1);
-    }
-  }
-
-  __device__ static void load_queries(const ForwardParams& params, const Shared& shared,
-                                      const TileWork& work, std::uint32_t t) {
-    Control& control = *shared.control;
-    const int batch = params.cu_seqlens_q.data == nullptr ? work.batch : 0;
-#pragma unroll 1
-    for (int w = 0; w < kWarpgroups; ++w) {
-      barrier_wait(shared_address(&control.q_empty[w][t % kSlots]), t / kSlots % 2 ^ 1);
-      load_tile(shared.q_of(w, t), params.q, shared_address(&control.q_full[w][t % kSlots]), kD, 64,
-                work.row_q + work.first_query + 64 * w, work.head * params.q_heads_step,
-                batch * params.q_batch_step);
-    }
-  }
-
-  /// One thread: K and V of the planned query tiles, in one stream in which K runs one key tile
-  /// ahead of V.
-  __device__ static void load(const ForwardParams& params, const Shared& shared) {
-    Control& control = *shared.control;
-    std::uint32_t n = 0;  // tiles of K that went through the ring
-    bool owes = false;    // V of the last one is still to come, from
-    int row = 0, head = 0, batch = 0;
-    const auto load_values = [&] {
-      if (owes) {
-        const std::uint32_t slot = (n - 1) % kStages;
-        barrier_wait(shared_address(&control.v_empty[slot]), (n - 1) / kStages % 2 ^ 1);
-        load_tile(shared.v_of(slot), params.v, shared_address(&control.v_full[slot]), kDv, kTileKv,
-                  row, head * params.v_heads_step, batch * params.v_batch_step);
-      }
-    };
-    for (std::uint32_t t = 0;; ++t) {
-      control.await_plan(t);
-      const PlannedTile<kWarpgroups>& planned = control.plan(t);
-      if (planned.is_empty()) {  // consumers finish the tile before
-        load_values();
-        owes = false;
-        if (planned.batch < 0) {
-          return;
-        }
-      }
-      const int2 range = planned.range;
-      const int row_kv = planned.row_kv;
-      const int next_head = planned.head / params.group;
-      const int next_batch = params.cu_seqlens_q.data == nullptr ? planned.batch : 0;
-      barrier_arrive(shared_address(&control.plan_empty[t % Control::kPlans]));
-#pragma unroll 1
-      for (int j = range.y - 1; j >= range.x; --j) {
-        const std::uint32_t slot = n % kStages;
-        barrier_wait(shared_address(&control.k_empty[slot]), n / kStages % 2 ^ 1);
-        load_tile(shared.k_of(slot), params.k, shared_address(&control.k_full[slot]), kD, kTileKv,
-                  row_kv + j * kTileKv, next_head * params.k_heads_step,
-                  next_batch * params.k_batch_step);
-        load_values();
-        owes = true;
-        row = row_kv + j * kTileKv;
-        head = next_head;
-        batch = next_batch;
-        ++n;
-      }
-    }
-  }
-
-  // ---- consumers ------------------------------------------------------------------------------
+  using Shared = ForwardShared<kRow>;
+  using Control = typename Shared::Control;
 
   /// The changing half of a descriptor: address and leading offset. Computed once per tile, in one
   /// lane's name so that ptxas keeps it in a uniform register.
@@ -531,7 +330,7 @@ struct Forward {
     };
     bool begins = true;  // with query tile t, not by a step out of the one before
     bool ready = false;  // K and V of the next step were seen to have arrived
-    // S of key tile n + 1 and O += P V of key tile n.
+    // S of the next key tile and O += P V of key tile n.
     const auto issue = [&] {
       take_turn(warpgroup);
       wgmma_fence();
@@ -568,7 +367,12 @@ struct Forward {
         issue();
         wgmma_wait<1>();
         keep_in_place(s);
-        if constexpr (edge) {
+        if constexpr (kShape.is_short) {
+          const int2 interior = control.plan(t).interior[warpgroup];
+          if (j < interior.x || j >= interior.y) [[unlikely]] {
+            finish_edge();
+          }
+        } else if constexpr (edge) {
           finish_edge();
         }
         finish_scores(n + 1);
@@ -577,18 +381,26 @@ struct Forward {
       };
       --j;
       const PlannedTile<kWarpgroups>& walked = control.plan(t);
+      if constexpr (kShape.is_short) {
+        const int last = walked_by(walked, warpgroup).x;
 #pragma unroll 1
-      while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
-        const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
-                                                               : walked.interior[warpgroup].y;
-#pragma unroll 1
-        for (; j >= edges_end; --j) {
+        for (; j >= last; --j) {
           step(std::true_type{});
         }
-        const int interior_end = walked.interior[warpgroup].x;
+      } else {
 #pragma unroll 1
-        for (; j >= interior_end; --j) {
-          step(std::false_type{});
+        while (j >= walked_by(walked, warpgroup).x) {  // edges on the right, interior, on the left
+          const int edges_end = j < walked.interior[warpgroup].x ? walked_by(walked, warpgroup).x
+                                                                 : walked.interior[warpgroup].y;
+#pragma unroll 1
+          for (; j >= edges_end; --j) {
+            step(std::true_type{});
+          }
+          const int interior_end = walked.interior[warpgroup].x;
+#pragma unroll 1
+          for (; j >= interior_end; --j) {
+            step(std::false_type{});
+          }
         }
       }
       if constexpr (!kShape.queries_in_registers) {
@@ -602,16 +414,28 @@ struct Forward {
         control.await_plan(t + 1);
         const PlannedTile<kWarpgroups>& next = control.plan(t + 1);
         bool follows = !next.is_empty() && !idles(next, warpgroup);
-        const std::uint32_t next_n = n + 1;  // the first key tile of the next query tile
-        if constexpr (kShape.own_ranges) {   // none lies between that is for others
+        std::uint32_t next_n = n + 1;  // the first key tile of the next query tile
+        if constexpr (kShape.own_ranges) {
+          // Key tiles that lie between are for others. While V of this one holds its slot, those
+          // that are passed over must fit the rest.
           const int2 keys = next.own[warpgroup];
-          follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
+          if constexpr (kShape.is_short) {
+            next_n = passed.first + static_cast<std::uint32_t>(next.range.y - keys.y);
+            follows = keys.x < keys.y && next_n - (n + 1) <= kStages - 2u;
+          } else {
+            follows = keys.x < keys.y && keys.y == next.range.y && n + 1 == passed.first;
+          }
         }
         if (follows) {
           // A step into the next query tile.
           ++t;
           barrier_wait(shared_address(&control.q_full[warpgroup][t % kSlots]), t / kSlots % 2);
           load_q();
+          if constexpr (kShape.is_short) {
+            Passed between{n + 1, 0};
+            pass_over(control, between, next_n);
+            k = low_half(kKMajor, shared.k_of(next_n % kStages));
+          }
           if (!kShape.sets_outputs || !ready) {
             await_keys(next_n);
             await_values(n);
@@ -656,20 +480,24 @@ __global__ void __launch_bounds__(tiles::kSm90ForwardRows[kRow].threads(), 1)
     forward_sm90_kernel(const __grid_constant__ ForwardParams params) {
   using F = Forward<kDType, kRow>;
   extern __shared__ unsigned char raw[];
-  const typename F::Shared shared = F::carve(raw);
+  using Load = ForwardLoad<kRow>;
+  const typename F::Shared shared = F::Shared::carve(raw);
   if (threadIdx.x == 0) {
     tma_prefetch(params.q);
     tma_prefetch(params.k);
     tma_prefetch(params.v);
-    F::init_barriers(*shared.control);
+    F::Shared::init_barriers(*shared.control);
+    if (F::kShape.own_ranges && params.is_first) {
+      let_next_grid_begin();
+    }
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers_back<F::kShape.producer_registers>();
     if (threadIdx.x < 32) {
-      F::plan(params, shared);
+      Load::plan(params, shared);
     } else if (threadIdx.x == 32) {
-      F::load(params, shared);
+      Load::load(params, shared);
     }
   } else {
     take_registers<F::kShape.consumer_registers>();
@@ -684,12 +512,13 @@ template <DType kDType, int kRow>
 Status launch_forward_sm90(const ForwardParams& params, unsigned blocks, void* stream) {
   constexpr tiles::Sm90ForwardRow kShape = tiles::kSm90ForwardRows[kRow];
   void* arguments[] = {const_cast<ForwardParams*>(&params)};
-  return launch(reinterpret_cast<const void*>(&forward_sm90_kernel<kDType, kRow>),
-                {.blocks = blocks,
-                 .threads = static_cast<unsigned>(kShape.threads()),
-                 .shared_bytes = static_cast<unsigned>(kShape.shared_bytes()),
-                 .stream = stream},
-                arguments);
+  const auto queue = params.is_second ? launch_early : launch;
+  return queue(reinterpret_cast<const void*>(&forward_sm90_kernel<kDType, kRow>),
+               {.blocks = blocks,
+                .threads = static_cast<unsigned>(kShape.threads()),
+                .shared_bytes = static_cast<unsigned>(kShape.shared_bytes()),
+                .stream = stream},
+               arguments);
 }
 
 }  // namespace rafter::cuda

@@ -12,6 +12,9 @@
 
 namespace rafter::cuda {
 
+/// Which sequences a launch computes: those of the other kind have no query tiles in it.
+enum class SequenceKind { all, not_short, is_short };  // is_sm90_forward_short()
+
 /// Everything the kernel reads besides tensors. Strides count elements.
 struct ForwardParams {
   CUtensorMap q, k, v, o_map;  // (head_dim, seqlen, heads, batch); o_map when o_by_copy
@@ -38,6 +41,10 @@ struct ForwardParams {
   bool transform = false;     // softcap, or a scale that is not positive: applied before the mask
   float transform_scale = 0;  // factor of raw scores; with softcap: 2·log2(e)·softmax_scale/softcap
   float transform_cap = 0;    // softcap · log2(e); 0: no softcap
+  // Not all: two launches share the batch. The second, launched early, may run beside the first and
+  // ends after it.
+  SequenceKind takes = SequenceKind::all;
+  bool is_first = false, is_second = false;
 };
 
 /// Queues the kernel of tuning row kRow. Defined in forward_sm90.cuh, instantiated in inst/.

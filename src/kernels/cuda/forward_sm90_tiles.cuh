@@ -36,13 +36,18 @@ __device__ inline int2 key_tiles(const ForwardParams& params, const TileWork& wo
 }
 
 /// Turns tile numbers into query tiles. Whole warp; tile numbers must grow from call to call.
-template <int kTileQ>
+/// kSelects: launches may take sequences of one kind.
+template <int kTileQ, bool kSelects>
 struct TileFinder {
-  int tiles_before = 0;  // packed: of the sequences before first_batch
+  int tiles_before = 0;  // by sequences: of those before first_batch
   int first_batch = 0;
 
   __device__ TileWork find(const ForwardParams& params, int tile) {
-    return params.cu_seqlens_q.data == nullptr ? dense(params, tile) : packed(params, tile);
+    if (kSelects && params.takes != SequenceKind::all) {
+      return by_sequences<kSelects>(params, tile);
+    }
+    return params.cu_seqlens_q.data == nullptr ? dense(params, tile)
+                                               : by_sequences<false>(params, tile);
   }
 
  private:
@@ -67,17 +72,47 @@ struct TileFinder {
     return work;
   }
 
-  __device__ TileWork packed(const ForwardParams& params, int tile) {
+  /// The first row and the number of one sequence's queries, or of its keys. kOneKind: the batch
+  /// may be dense.
+  struct Rows {
+    int first = 0, count = 0;
+  };
+  template <bool kOneKind>
+  __device__ static Rows rows_of(const DeviceIndices& offsets, int b, int capacity) {
+    if (kOneKind && offsets.data == nullptr) {
+      return {0, capacity};
+    }
+    const std::int64_t first = index_at(offsets, b);
+    return {static_cast<int>(first), clamped_length(index_at(offsets, b + 1) - first, capacity)};
+  }
+  template <bool kOneKind>
+  __device__ static Rows keys_of(const ForwardParams& params, int b) {
+    Rows keys = rows_of<kOneKind>(params.cu_seqlens_kv, b, params.seqlen_kv);
+    if (params.seqused_kv.data != nullptr) {
+      keys.count = clamped_length(index_at(params.seqused_kv, b), keys.count);
+    }
+    return keys;
+  }
+
+  template <bool kOneKind>
+  __device__ static bool takes(const ForwardParams& params, int b, int seqlen_q) {
+    return !kOneKind || tiles::is_sm90_forward_short(seqlen_q, keys_of<true>(params, b).count) ==
+                            (params.takes == SequenceKind::is_short);
+  }
+
+  template <bool kOneKind>
+  __device__ TileWork by_sequences(const ForwardParams& params, int tile) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     for (; first_batch < params.batch; first_batch += 32) {
       const int b = first_batch + lane;
-      int begin = 0, length = 0;
+      Rows queries;
+      int tiles = 0;
       if (b < params.batch) {
-        const std::int64_t start = index_at(params.cu_seqlens_q, b);
-        begin = static_cast<int>(start);
-        length = clamped_length(index_at(params.cu_seqlens_q, b + 1) - start, params.seqlen_q);
+        queries = rows_of<kOneKind>(params.cu_seqlens_q, b, params.seqlen_q);
+        tiles = takes<kOneKind>(params, b, queries.count)
+                    ? blocks_of(queries.count) * params.heads_q
+                    : 0;
       }
-      const int tiles = blocks_of(length) * params.heads_q;
       int sum = tiles;  // inclusive scan over the lanes
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(~0u, sum, step);
@@ -91,20 +126,16 @@ struct TileFinder {
       const int owner = __ffs(static_cast<int>(behind)) - 1;
       TileWork work;
       work.batch = first_batch + owner;
-      work.seqlen_q = __shfl_sync(~0u, length, owner);
-      work.row_q = __shfl_sync(~0u, begin, owner);
+      work.seqlen_q = __shfl_sync(~0u, queries.count, owner);
+      work.row_q = __shfl_sync(~0u, queries.first, owner);
       const tiles::TileOrder order{params.heads_q, blocks_of(work.seqlen_q), params.section};
       const tiles::QueryTile place =
           order.at(tile - tiles_before - __shfl_sync(~0u, sum - tiles, owner));
       work.head = place.head;
       work.first_query = place.block * kTileQ;
-      const std::int64_t kv_begin = index_at(params.cu_seqlens_kv, work.batch);
-      work.row_kv = static_cast<int>(kv_begin);
-      work.seqlen_kv = clamped_length(index_at(params.cu_seqlens_kv, work.batch + 1) - kv_begin,
-                                      params.seqlen_kv);
-      if (params.seqused_kv.data != nullptr) {
-        work.seqlen_kv = clamped_length(index_at(params.seqused_kv, work.batch), work.seqlen_kv);
-      }
+      const Rows keys = keys_of<kOneKind>(params, work.batch);
+      work.row_kv = keys.first;
+      work.seqlen_kv = keys.count;
       return work;
     }
     return {};
