@@ -189,6 +189,14 @@ struct DecodeAttend {
     }
   }
 
+  /// finish_scores() has only to scale: every row sees all 16 keys.
+  __device__ bool hides_nothing(const DecodeUnit& unit, int slot, int of, int first) const {
+    constexpr std::uint32_t kAll = (1u << kKeys) - 1;
+    return first >= unit.common_first && first + kKeys <= unit.common_end &&
+           params.transform_cap == 0 &&
+           (params.page_size == 0 || (shared_word(shared.present(slot) + of * 4) & kAll) == kAll);
+  }
+
   /// Scores become probabilities relative to the running maximum; sums and outputs follow.
   __device__ static void softmax(Rows& rows, float (&s)[4]) {
     float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
@@ -300,7 +308,14 @@ struct DecodeAttend {
       const int first_key = tile * kShape.tile_keys() + of * kKeys;
       float s[4];
       scores(rows, shared.slot(k_slot), of, s);
-      finish_scores(rows, k_slot, of, first_key, s);
+      if (hides_nothing(unit, k_slot, of, first_key)) {
+#pragma unroll
+        for (float& score : s) {
+          score *= params.scale_log2;
+        }
+      } else {
+        finish_scores(rows, k_slot, of, first_key, s);
+      }
       if (of + 1 == end) {
         release(k_slot);
       }
