@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "rafter/attention.h"
@@ -129,6 +130,35 @@ std::int64_t linear_workspace_bytes(std::int64_t rows, DType dtype, const Device
                                     const PackedWeight& packed);
 /// "" when linear() multiplies this dtype on the device, else why not.
 std::string why_no_linear(DType dtype, const Device& device);
+
+/// What becomes of a link's product.
+enum class LinkEnd : std::uint8_t {
+  store,   // out = product + bias
+  add,     // out += product + bias, which is rounded before it is added
+  swiglu,  // out = silu(first half of the columns) · second half, which are rounded before
+};
+/// One product of a chain: RMSNorm(x) weightᵀ, or x weightᵀ.
+struct Link {
+  TensorView x;              // [1, m, 1, k], bf16 or f16
+  TensorView norm = {};      // weight [1, 1, 1, k] of the RMSNorm; null: none
+  TensorView weight = {};    // as in LinearInputs; nothing that is queued writes it
+  PackedWeight packed = {};  // null: weight
+  TensorView bias = {};      // [1, 1, 1, n]; null: none
+  TensorView out;            // [1, m, 1, n] of x's dtype; of swiglu [1, m, 1, n / 2]
+  LinkEnd end = LinkEnd::store;
+};
+/// Links in order in one launch: x of each but the first is what the one before writes, and outputs
+/// are one tensor or apart. The same bits as rmsnorm(), linear() and pointwise() one after the
+/// other; an output that several links write has in between what the last of them leaves. The
+/// workspace, linear_chain_workspace_bytes() of it, is 0 before its first chain: chains that may
+/// run at the same time have one each. Errors: as theirs; unsupported says what
+/// why_no_linear_chain() does.
+Status linear_chain(std::span<const Link> links, float eps, Workspace workspace,
+                    const Device& device, Stream stream = {});
+std::int64_t linear_chain_workspace_bytes(std::span<const Link> links, const Device& device);
+/// "" where the device has a kernel for these links (their sizes and dtypes; addresses do not
+/// count), else why not: CUDA, one or two rows, up to four links, weights of one format.
+std::string why_no_linear_chain(std::span<const Link> links, const Device& device);
 
 /// Uniform values in (−bound, bound), a hash of seed and index: the same bits on every device.
 Status fill_uniform(const TensorView& out, std::uint64_t seed, float bound, const Device& device,

@@ -255,6 +255,35 @@ Status check_linear(const LinearInputs& in, const TensorView& out, Workspace wor
   return Status::ok();
 }
 
+/// Of a link of an array: errors are of links[i].
+Status check_link(const Link& link, std::int64_t m, const Device& device) {
+  const bool packed = link.packed.data != nullptr;
+  const std::int64_t k = link.x.head_dim, n = packed ? link.packed.n : link.weight.seqlen;
+  const std::int64_t cols = link.end == LinkEnd::swiglu ? n / 2 : n;
+  const DType dtype = link.x.dtype;
+  const TensorView weight = packed ? packed_view(link.packed) : link.weight;
+  const bool has_bias = link.bias.data != nullptr, has_norm = link.norm.data != nullptr;
+  Status checked = model::first_error(
+      check_float("x", link.x), api::check_tensor("x", link.x, dtype, {{1, m, 1, k}}),
+      check_weight({.x = link.x, .weight = link.weight, .packed = link.packed}, k),
+      api::check_tensor("out", link.out, dtype, {{1, m, 1, cols}}),
+      has_bias ? api::check_tensor("bias", link.bias, dtype, {{1, 1, 1, n}}) : Status::ok(),
+      has_norm ? api::check_tensor("norm", link.norm, dtype, {{1, 1, 1, k}}) : Status::ok(),
+      check_output({"out", link.out},
+                   {{"x", link.x}, {"weight", weight}, {"bias", link.bias}, {"norm", link.norm}},
+                   false));
+  if (!checked) {
+    return checked;
+  }
+  for (const auto& [name, stride] : {std::pair{"x.stride_seqlen", link.x.stride_seqlen},
+                                     std::pair{"out.stride_seqlen", link.out.stride_seqlen}}) {
+    if (device.kind == Device::Kind::cuda && stride % 8 != 0) {
+      return Status::invalid_argument(name, std::to_string(stride), "multiples of 8 on CUDA");
+    }
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status rmsnorm(const RmsNormInputs& in, const RmsNormOutputs& out, const Device& device,
@@ -327,6 +356,61 @@ Status linear(const LinearInputs& in, const TensorView& out, Workspace workspace
     return s;
   }
   return (*layers)->linear({in, out, workspace, {device.index, stream}});
+}
+
+Status linear_chain(std::span<const Link> links, float eps, Workspace workspace,
+                    const Device& device, Stream stream) {
+  const Result<const LayerOperations*> layers = operations_of("linear_chain", device, stream);
+  if (!layers) {
+    return layers.status();
+  }
+  if (!(eps >= 0) || eps > 1) {
+    return Status::invalid_argument("eps", std::to_string(eps), "0 to 1");
+  }
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    if (Status s = check_link(links[i], links[0].x.seqlen, device); !s) {
+      return Status::invalid_argument("links[" + std::to_string(i) + "]", s.message(),
+                                      "links that are in order");
+    }
+  }
+  for (std::size_t i = 1; i < links.size(); ++i) {
+    const std::string name = "links[" + std::to_string(i) + "]";
+    if (!api::same_place(links[i].x, links[i - 1].out)) {
+      return Status::invalid_argument(name + ".x", "another tensor",
+                                      "what the link before it writes");
+    }
+    for (std::size_t j = 0; j < i; ++j) {
+      if (api::same_place(links[i].out, links[j].out)) {
+        continue;
+      }
+      if (Status s = api::check_disjoint(api::view_of((name + ".out").c_str(), links[i].out),
+                                         api::view_of("an earlier out", links[j].out));
+          !s) {
+        return s;
+      }
+    }
+  }
+  if (Status s = api::check_workspace(workspace, linear_chain_workspace_bytes(links, device)); !s) {
+    return s;
+  }
+  if (std::string why = why_no_linear_chain(links, device); !why.empty()) {
+    return Status::unsupported("links", std::to_string(links.size()) + " products", std::move(why));
+  }
+  return (*layers)->linear_chain({links, eps, workspace, {device.index, stream}});
+}
+
+std::int64_t linear_chain_workspace_bytes(std::span<const Link> links, const Device& device) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr || entry->layers->linear_chain == nullptr
+             ? 0
+             : entry->layers->linear_chain_workspace_bytes(links);
+}
+
+std::string why_no_linear_chain(std::span<const Link> links, const Device& device) {
+  const OperationEntry* const entry = dispatch::find_layers(device.kind);
+  return entry == nullptr || entry->layers->linear_chain == nullptr
+             ? std::string("no chain runs on ") + to_string(device.kind)
+             : entry->layers->why_no_linear_chain(links);
 }
 
 Result<std::int64_t> packed_bytes(const PackedWeight& shape) {

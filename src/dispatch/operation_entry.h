@@ -61,6 +61,12 @@ struct LinearCall {
   Workspace workspace;
   LayerPlace place;
 };
+struct LinearChainCall {
+  std::span<const Link> links;
+  float eps;
+  Workspace workspace;
+  LayerPlace place;
+};
 struct PackCall {  // quantize: from view to packed; dequantize: the other way
   const TensorView& view;
   const PackedWeight& packed;
@@ -96,6 +102,10 @@ struct LayerOperations {
   bool (*linear_dequantizes)(std::int64_t rows, DType dtype, const PackedWeight& packed);
   /// Empty, or why it does not multiply this dtype.
   std::string (*why_no_linear)(DType dtype);
+  /// Null: no chain runs here.
+  Status (*linear_chain)(const LinearChainCall&) = nullptr;
+  std::string (*why_no_linear_chain)(std::span<const Link> links) = nullptr;
+  std::int64_t (*linear_chain_workspace_bytes)(std::span<const Link> links) = nullptr;
 };
 
 /// One operation on one kind of device: one of the functions, or those of layers.h.

@@ -348,7 +348,8 @@ double TransformerSession::workspace_bytes() const {
     const transformer::StepBuffers& b = step->buffers;
     for (const Storage* storage :
          {&b.residual, &b.normed, &b.projected, &b.qkv, &b.attended, &b.gate_up, &b.activated,
-          &b.last, &b.logits, &b.attention_workspace, &b.linear_workspace, &b.indices}) {
+          &b.last, &b.logits, &b.attention_workspace, &b.linear_workspace, &b.chain_workspace,
+          &b.indices}) {
       bytes += static_cast<double>(storage->bytes());
     }
   }

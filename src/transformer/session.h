@@ -24,7 +24,8 @@ struct StepBuffers {
   Storage last;                         // [sequences, h]
   Storage logits;                       // [rows, vocab_size] f32
   Storage attention_workspace, linear_workspace;
-  Storage indices;  // i32, cut up by IndexPlaces
+  Storage chain_workspace;  // of linear_chain()
+  Storage indices;          // i32, cut up by IndexPlaces
 };
 
 /// Where each list lies among the indices of a phase, in elements; lengths before and after the
@@ -98,6 +99,8 @@ namespace rafter::transformer {
 
 /// The operations of a step as it is set up; they are of use while the session lives.
 std::vector<StepOperation> operations_of(const detail::SessionState& state, const Step& step);
+/// What the step's chains of products want; 0 where it has none.
+std::int64_t chain_workspace_bytes(const detail::SessionState& state, const Step& step);
 
 /// cos and sin of every position; the cache and its page table.
 Status make_rope_tables(detail::SessionState& state);

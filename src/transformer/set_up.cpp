@@ -112,7 +112,15 @@ Status make_buffers(const SessionState& state, Step& step) {
       return s;
     }
   }
-  return Status::ok();
+  const std::int64_t wanted_by_chain = chain_workspace_bytes(state, step);
+  if (wanted_by_chain == 0) {
+    return Status::ok();
+  }
+  if (Status s = reserve(b.chain_workspace, state.model.device(), wanted_by_chain); !s) {
+    return s;
+  }
+  const std::vector<std::byte> zeros(static_cast<std::size_t>(b.chain_workspace.bytes()));
+  return b.chain_workspace.upload(zeros.data(), b.chain_workspace.bytes());
 }
 
 IndexPlaces places_of(const Step& step) {

@@ -35,19 +35,34 @@ class Builder {
 
   std::vector<StepOperation> build() {
     embed();
+    const bool chains = !longest_chain().empty();
+    if (chains) {
+      layer_ = 0;
+      chain("qkv", {qkv_link(0)});
+    }
     for (layer_ = 0; layer_ < m_.num_layers; ++layer_) {
+      if (chains) {
+        attend_on_cache();
+        chain("chain", links_behind_attention());
+        continue;
+      }
       norm(layer_ > 0, Slot::input_norm);
       attention_block();
       norm(true, Slot::mlp_norm);
       mlp_block();
     }
     layer_ = -1;
-    add_norm(view(b().projected), true, state_->weights().norm);
+    add_norm(view(b().projected), !chains, state_->weights().norm);
     logits();
     if (step_.phase == Phase::decode) {
       advance_lengths();
     }
     return std::move(operations_);
+  }
+
+  std::int64_t chain_workspace_bytes() {
+    const std::vector<Link> links = longest_chain();
+    return links.empty() ? 0 : linear_chain_workspace_bytes(links, device_);
   }
 
  private:
@@ -174,6 +189,14 @@ class Builder {
     const Matrix& bias = w.at(layer_, Slot::qkv_bias);
     product("qkv", view(b().normed), w.at(layer_, Slot::qkv), qkv(),
             bias.storage ? &bias : nullptr);
+    attend_on_cache();
+    const Matrix& o_bias = w.at(layer_, Slot::o_bias);
+    product("o", view(b().attended, q_cols()), w.at(layer_, Slot::o), view(b().projected),
+            o_bias.storage ? &o_bias : nullptr);
+  }
+
+  /// From q, k and v to what is attended.
+  void attend_on_cache() {
     if (m_.qk_norm) {
       head_norm("q_norm", heads_of(columns(qkv(), 0, q_cols()), m_.heads_q, m_.head_dim),
                 Slot::q_norm);
@@ -185,9 +208,112 @@ class Builder {
     }
     append_rows();
     attend();
-    const Matrix& o_bias = w.at(layer_, Slot::o_bias);
-    product("o", view(b().attended, q_cols()), w.at(layer_, Slot::o), view(b().projected),
-            o_bias.storage ? &o_bias : nullptr);
+  }
+
+  // ---- decode of few sequences: all between two attentions in one launch
+
+  Link link(const TensorView& x, Slot weight, Slot bias, const TensorView& out, LinkEnd end,
+            std::int64_t layer) const {
+    const Matrix& matrix = state_->weights().at(layer, weight);
+    const Matrix& added = state_->weights().at(layer, bias);
+    return {.x = x,
+            .weight = view_of(matrix, dtype_),
+            .packed = packed_of(matrix),
+            .bias = added.storage ? view_of(added, dtype_) : TensorView{},
+            .out = out,
+            .end = end};
+  }
+  Link qkv_link(std::int64_t layer) const {
+    Link l = link(view(b().residual), Slot::qkv, Slot::qkv_bias, qkv(), LinkEnd::store, layer);
+    l.norm = view_of(state_->weights().at(layer, Slot::input_norm), dtype_);
+    return l;
+  }
+  /// With the next layer's qkv, where there is one.
+  std::vector<Link> links_behind_attention() const {
+    const TensorView residual = view(b().residual), act = view(b().activated, m_.intermediate_size);
+    Link gate_up = link(residual, Slot::gate_up, Slot::gate_up_bias, act, LinkEnd::swiglu, layer_);
+    gate_up.norm = view_of(state_->weights().at(layer_, Slot::mlp_norm), dtype_);
+    std::vector<Link> links = {
+        link(view(b().attended, q_cols()), Slot::o, Slot::o_bias, residual, LinkEnd::add, layer_),
+        gate_up, link(act, Slot::down, Slot::down_bias, residual, LinkEnd::add, layer_)};
+    if (layer_ + 1 < m_.num_layers) {
+      links.push_back(qkv_link(layer_ + 1));
+    }
+    return links;
+  }
+
+  /// The longest chain there is, where the step has any. With plain weights it would be no quicker:
+  /// they take the bus longer than the launches do that it spares.
+  std::vector<Link> longest_chain() {
+    if (step_.phase != Phase::decode || !state_->options.fuse ||
+        !state_->model.weight_format().dtype) {
+      return {};
+    }
+    layer_ = 0;
+    std::vector<Link> links = links_behind_attention();
+    links.resize(3);
+    links.push_back(qkv_link(0));
+    return why_no_linear_chain(links, device_).empty() ? links : std::vector<Link>{};
+  }
+
+  void chain(const char* name, const std::vector<Link>& links) {
+    Cost cost;
+    cost.dtype = dtype_;
+    for (const Link& l : links) {
+      add_link(l, cost);
+    }
+    cost.footprint_bytes = cost.bytes;
+    const Workspace lent{b().chain_workspace.data(), b().chain_workspace.bytes()};
+    add(name, "chain_rows", std::move(cost),
+        [=, eps = static_cast<float>(config_.rms_norm_eps)](const Device& device, Stream stream) {
+          return linear_chain(links, eps, lent, device, stream);
+        });
+  }
+
+  /// The product, what is done to x and with the columns, and the bytes of all.
+  void add_link(const Link& l, Cost& cost) const {
+    const bool packed = l.packed.k > 0;
+    const std::int64_t k = l.x.head_dim, n = packed ? l.packed.n : l.weight.seqlen;
+    const Result<Cost> counted =
+        gemm_cost({.m = n_,
+                   .n = n,
+                   .k = k,
+                   .dtype = dtype_,
+                   .weight_dtype = packed ? std::optional<DType>(l.packed.dtype) : std::nullopt});
+    if (!counted) {
+      return;  // sizes and dtypes are of a checked config
+    }
+    const auto rows = static_cast<double>(n_), columns = static_cast<double>(n);
+    const double element = bytes_of(dtype_), outs = rows * static_cast<double>(l.out.head_dim);
+    const double flops = (l.norm.data != nullptr ? 4 * rows * static_cast<double>(k) : 0) +
+                         (l.end == LinkEnd::add ? outs : 0) +
+                         (l.end == LinkEnd::swiglu ? 5 * outs : 0);
+    const std::size_t first = cost.bytes_by_term.size();
+    const double weights =
+        columns * static_cast<double>(k) * bytes_of(packed ? l.packed.dtype : dtype_);
+    add_bytes(cost, "x", rows * static_cast<double>(k) * element);
+    add_bytes(cost, "weight", weights);
+    add_bytes(cost, "out", outs * element);
+    if (l.end == LinkEnd::add) {
+      add_bytes(cost, "out, read", outs * element);
+    }
+    if (l.bias.data != nullptr) {
+      add_bytes(cost, "bias", columns * element);
+    }
+    if (packed) {
+      const Result<std::int64_t> all = packed_bytes(l.packed);
+      add_bytes(cost, "scales", (all ? static_cast<double>(*all) : weights) - weights);
+    }
+    double bytes = 0;
+    for (std::size_t i = first; i < cost.bytes_by_term.size(); ++i) {
+      bytes += cost.bytes_by_term[i].bytes;
+    }
+    cost.matmul_flops += counted->matmul_flops;
+    cost.softmax_flops += flops;
+    cost.flops += counted->matmul_flops + flops;
+    cost.untiled_bytes += counted->untiled_bytes;
+    cost.kernels.push_back(
+        {"gemm", counted->matmul_flops, flops, bytes, counted->kernels[0].elements});
   }
 
   /// A prefill on a cache of another dtype attends to its own rows, which turn in place.
@@ -419,6 +545,10 @@ class Builder {
 
 std::vector<StepOperation> operations_of(const State& state, const Step& step) {
   return Builder(state, step).build();
+}
+
+std::int64_t chain_workspace_bytes(const State& state, const Step& step) {
+  return Builder(state, step).chain_workspace_bytes();
 }
 
 }  // namespace rafter::transformer

@@ -1,5 +1,5 @@
-// The operations of layers.h on CUDA: the host side of inst/layers.cu, inst/vector_rows.cu and
-// inst/packed_*.cu, and products by cuBLASLt.
+// The operations of layers.h on CUDA: the host side of inst/layers.cu, inst/vector_rows.cu,
+// inst/packed_*.cu and inst/chain_rows.cu, and products by cuBLASLt.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include "dispatch/operation_entry.h"
 #include "hw/cuda/blas.h"
 #include "hw/cuda/launch.h"
+#include "kernels/cuda/chain_rows.h"
 #include "kernels/cuda/layers.h"
 #include "kernels/cuda/packed_rows.h"
 
@@ -220,6 +221,85 @@ Status linear(const LinearCall& call) {
   });
 }
 
+cuda::ChainParams chain_params(std::span<const Link> links, float eps) {
+  cuda::ChainParams params;
+  params.eps = eps;
+  params.count = static_cast<int>(links.size());
+  params.m = static_cast<int>(links[0].x.seqlen);
+  params.dtype = links[0].x.dtype;
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    const Link& link = links[i];
+    const bool packed = link.packed.k > 0;
+    params.phases[i] = {.x = link.x.data,
+                        .norm = link.norm.data,
+                        .weight = packed ? link.packed.data : link.weight.data,
+                        .bias = link.bias.data,
+                        .y = link.out.data,
+                        .x_stride = link.x.stride_seqlen,
+                        .y_stride = link.out.stride_seqlen,
+                        .packed = packed ? std::optional(link.packed.dtype) : std::nullopt,
+                        .group_size = static_cast<int>(link.packed.group_size),
+                        .n = packed ? link.packed.n : link.weight.seqlen,
+                        .k = static_cast<int>(link.x.head_dim),
+                        .end = link.end};
+  }
+  return params;
+}
+
+std::string why_no_linear_chain(std::span<const Link> links) {
+  if (links.empty() || links.size() > cuda::kMostPhases) {
+    return fmt::format("a chain has 1 to {} products", cuda::kMostPhases);
+  }
+  const std::int64_t m = links[0].x.seqlen;
+  if (m < 1 || m > cuda::kMostChainRows) {
+    return fmt::format("chain_rows takes 1 to {} rows", cuda::kMostChainRows);
+  }
+  const PackedWeight& first = links[0].packed;
+  for (const Link& link : links) {
+    const PackedWeight& w = link.packed;
+    if (link.x.dtype == DType::f32 || link.x.dtype != links[0].x.dtype) {
+      return "chain_rows multiplies bf16 or f16";
+    }
+    if ((w.k == 0) != (first.k == 0) || (w.k != 0 && w.dtype != first.dtype) ||
+        w.group_size != first.group_size) {
+      return "the weights of a chain have one format";
+    }
+    if (link.norm.head_dim > 0 && link.x.head_dim > cuda::kMostChainNorm) {
+      return fmt::format("chain_rows normalises up to {} elements", cuda::kMostChainNorm);
+    }
+    if (link.x.head_dim % 8 != 0) {
+      return "rows are in multiples of 8";
+    }
+  }
+  return cuda::why_no_chain(chain_params(links, 0));
+}
+
+std::int64_t linear_chain_workspace_bytes(std::span<const Link> links) {
+  std::int64_t elements = 0;
+  for (std::size_t i = 0; i + 1 < links.size(); ++i) {
+    elements += links[i].out.seqlen * links[i].out.head_dim;
+  }
+  return cuda::chain_bytes(elements);
+}
+
+Status linear_chain(const LinearChainCall& call) {
+  for (const Link& link : call.links) {
+    const LinearInputs in{.x = link.x, .weight = link.weight, .bias = link.bias};
+    if (Status s = check_addresses({in, link.out, call.workspace, call.place}); !s) {
+      return s;
+    }
+    if (reinterpret_cast<std::uintptr_t>(link.norm.data) % 16 != 0) {
+      return Status::invalid_argument("norm", "an address that is not a multiple of 16",
+                                      "addresses aligned to 16 bytes");
+    }
+  }
+  return on_device(call.place, 1, [&](void* stream) {
+    cuda::ChainParams params = chain_params(call.links, call.eps);
+    params.words = static_cast<cuda::ChainWords*>(call.workspace.data);
+    return cuda::launch_chain_rows(params, stream);
+  });
+}
+
 Status fill_uniform(const FillUniformCall& call) {
   return on_device(call.place, call.out.elements(), [&](void* stream) {
     return cuda::launch_fill_uniform(call.out.data, call.out.dtype, call.out.elements(), call.seed,
@@ -247,7 +327,10 @@ constexpr LayerOperations kLayers = {.rmsnorm = rmsnorm,
                                      .linear_workspace_bytes = cuda::kMatmulWorkspaceBytes,
                                      .linear_kernel = linear_kernel,
                                      .linear_dequantizes = linear_dequantizes,
-                                     .why_no_linear = why_no_linear};
+                                     .why_no_linear = why_no_linear,
+                                     .linear_chain = linear_chain,
+                                     .why_no_linear_chain = why_no_linear_chain,
+                                     .linear_chain_workspace_bytes = linear_chain_workspace_bytes};
 
 }  // namespace
 

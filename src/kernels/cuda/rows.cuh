@@ -200,4 +200,7 @@ __device__ inline void store_eight(const Rows& rows, std::int64_t at, int count,
   }
 }
 
+/// Two ulp of f32 away at most; 1 + exp(−x) beyond 2^126 gives 0, which the limit is.
+__device__ inline float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 }  // namespace rafter::cuda

@@ -300,7 +300,7 @@ TEST(TransformerCuda, QuantizedWeightsGiveTheLogitsOfTheirValues) {
     }
     for (const StepOperation& operation : session->operations(Phase::decode)) {
       if (operation.name == "qkv" || operation.name == "down") {
-        EXPECT_EQ(operation.kernel, "packed_rows");
+        EXPECT_EQ(operation.kernel, "chain_rows");
       }
     }
     for (const StepOperation& operation : session->operations(Phase::prefill)) {

@@ -181,9 +181,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Two ulp of f32 away at most; 1 + exp(−x) beyond 2^126 gives 0, which the limit is.
-__device__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
 template <Pointwise kFunction>
 __device__ float apply(float a, float b) {
   switch (kFunction) {
