@@ -1,13 +1,10 @@
 // decode_sm90 against itself and at its limits: bits, poison, bad pages, sizes, graphs.
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <numeric>
-#include <random>
 
 #include "base/element.h"
 #include "kernels/cuda/decode_sm90_case.h"
-#include "kernels/cuda/device_buffer.h"
+#include "kernels/cuda/decode_sm90_rig.h"
 
 namespace rafter::testing {
 namespace {
@@ -140,101 +137,9 @@ TEST(DecodeSm90Contract, PageIdsAndBatchesPast65535) {
   check_case(batch, on_sm90());
 }
 
-/// A problem on the device whose lengths and pages change between runs.
-class Rig {
- public:
-  explicit Rig(const AttentionProblem& problem)
-      : plan_(make_plan(problem)),
-        p_(plan_.problem()),
-        q_(random_bits(p_.batch * p_.seqlen_q * p_.heads_q * p_.head_dim)),
-        k_(random_bits(p_.num_pages * p_.page_size * p_.heads_kv * p_.head_dim)),
-        v_(random_bits(p_.num_pages * p_.page_size * p_.heads_kv * p_.head_dim_v)),
-        o_(index(p_.batch * p_.seqlen_q * p_.heads_q * p_.head_dim_v * 4)),
-        lse_(index(p_.batch * p_.seqlen_q * p_.heads_q * 4)),
-        used_(index(p_.batch * 4)),
-        pages_(index(p_.batch * cols() * 4)),
-        workspace_(index(plan_.workspace_bytes()) + 64) {}
-
-  void set(const std::vector<std::int32_t>& used, std::uint32_t page_seed) {
-    std::vector<std::int32_t> ids(index(p_.num_pages));
-    std::iota(ids.begin(), ids.end(), 0);
-    std::shuffle(ids.begin(), ids.end(), std::mt19937(page_seed));
-    used_.upload(used.data(), index(p_.batch) * 4);
-    pages_.upload(ids.data(), index(p_.batch * cols() * 4));
-  }
-  void poison() {
-    o_.poison();
-    lse_.poison();
-    workspace_.poison();
-  }
-  void run(cudaStream_t stream = nullptr) const {
-    const auto dense = [this](const DeviceBuffer& b, DType dtype, std::int64_t batch,
-                              std::int64_t rows, std::int64_t heads, std::int64_t dim) {
-      return TensorView::contiguous(b.data(), dtype, batch, rows, heads, dim);
-    };
-    ForwardInputs in{
-        .q = dense(q_, p_.dtype, p_.batch, p_.seqlen_q, p_.heads_q, p_.head_dim),
-        .k = dense(k_, p_.dtype, p_.num_pages, p_.page_size, p_.heads_kv, p_.head_dim),
-        .v = dense(v_, p_.dtype, p_.num_pages, p_.page_size, p_.heads_kv, p_.head_dim_v)};
-    in.seqused_kv = {used_.data(), DType::i32, p_.batch, 0};
-    in.page_table = {pages_.data(), DType::i32, p_.batch * cols(), cols()};
-    const ForwardOutputs out{
-        .o = dense(o_, DType::f32, p_.batch, p_.seqlen_q, p_.heads_q, p_.head_dim_v),
-        .lse = LseView::contiguous(static_cast<float*>(lse_.data()), p_.batch, p_.heads_q,
-                                   p_.seqlen_q)};
-    const Status status =
-        plan_.forward(in, out, {workspace_.data(), plan_.workspace_bytes()}, {stream});
-    EXPECT_TRUE(status) << status.message();
-  }
-  /// o, then lse.
-  std::vector<std::uint32_t> bits() const {
-    std::vector<std::uint32_t> all = o_.download<std::uint32_t>();
-    const std::vector<std::uint32_t> lse = lse_.download<std::uint32_t>();
-    all.insert(all.end(), lse.begin(), lse.end());
-    return all;
-  }
-
- private:
-  static Plan make_plan(const AttentionProblem& problem) {
-    const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
-    EXPECT_TRUE(made) << made.status().message();
-    return *made;
-  }
-  static std::vector<std::uint16_t> random_bits(std::int64_t count) {
-    std::mt19937 random(11);
-    std::normal_distribution<float> normal;
-    std::vector<std::uint16_t> bits(index(count));
-    for (std::uint16_t& one : bits) {
-      one = f32_to_bf16(normal(random));
-    }
-    return bits;
-  }
-  std::int64_t cols() const { return (p_.seqlen_kv + p_.page_size - 1) / p_.page_size; }
-
-  Plan plan_;
-  AttentionProblem p_;
-  DeviceBuffer q_, k_, v_, o_, lse_, used_, pages_, workspace_;
-};
-
-AttentionProblem rig_problem() {
-  return {.batch = 4,
-          .heads_q = 8,
-          .heads_kv = 2,
-          .seqlen_q = 1,
-          .seqlen_kv = 2048,
-          .head_dim = 128,
-          .dtype = DType::bf16,
-          .layout = Layout::paged,
-          .page_size = 16,
-          .num_pages = 4 * 128,
-          .seqused_kv = true};
-}
-
-/// The first `batch` of four sequences.
-void serves_growing_lengths(std::int64_t batch) {
-  AttentionProblem problem = rig_problem();
-  problem.batch = batch;
-  Rig rig(problem);
+void serves_growing_lengths(std::int64_t batch, std::int64_t group) {
+  SCOPED_TRACE(::testing::Message() << batch << " sequences, " << group << " heads a KV head");
+  Rig rig(rig_problem(batch, group));
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t ready = nullptr;
@@ -266,8 +171,10 @@ void serves_growing_lengths(std::int64_t batch) {
 
 TEST(DecodeSm90Contract, OneGraphServesGrowingLengthsMovingPagesAndEmptyBatches) {
   RAFTER_SKIP_WITHOUT_SM90();
-  serves_growing_lengths(4);
-  serves_growing_lengths(1);
+  for (const std::int64_t group : {4, 12}) {
+    serves_growing_lengths(4, group);
+    serves_growing_lengths(1, group);
+  }
 }
 
 TEST(DecodeSm90Contract, RepeatsItsBitsUnderTheLoadOfAnotherStream) {
