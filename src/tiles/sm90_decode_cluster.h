@@ -62,8 +62,8 @@ constexpr int sm90_decode_column_cluster_bytes(const Sm90DecodeRow& row, int max
          max_parts * sm90_decode_cluster_part_bytes(row.value_warps(), blocks, ctas) +
          Sm90DecodeRow::kAlign;
 }
-/// Pages of longer sequences are shared by all SMs: each warp of a cluster looks up its own, which
-/// at 128K keys took 237 µs instead of 140.
+/// Pages of longer sequences are shared by all SMs: where 64 read the keys, what a warp does to
+/// find its rows takes longer than the memory.
 inline constexpr std::int64_t kDecodeClusterMostPagedKeys = 8192;
 /// What a CTA may have beside its barriers.
 inline constexpr int kDecodeClusterMostBytes = 225 * 1024;

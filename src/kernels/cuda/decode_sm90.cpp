@@ -6,9 +6,12 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cstdlib>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "base/checked.h"
 #include "dispatch/kernel_entry.h"
@@ -183,6 +186,30 @@ DecodeCache cache_of(const TensorView& view, const TensorView& scale, std::int64
   return cache;
 }
 
+/// Rows of K and V by 32-bit numbers of units.
+void set_rows(DecodeParams& params, const ForwardInputs& in) {
+  const std::pair<DecodeCache*, const TensorView*> caches[] = {{&params.k, &in.k},
+                                                               {&params.v, &in.v}};
+  const auto unless_one = [](std::int64_t stride, std::int64_t count) {
+    return count <= 1 ? 0 : stride;
+  };
+  std::int64_t all = std::int64_t{1} << 30;
+  for (const auto& [cache, view] : caches) {
+    all |= unless_one(cache->stride_batch, view->batch) |
+           unless_one(cache->stride_seqlen, view->seqlen);
+  }
+  const int zeros = std::countr_zero(static_cast<std::uint64_t>(all));
+  params.row_unit = 1 << zeros;
+  for (const auto& [cache, view] : caches) {
+    const std::int64_t outer = unless_one(cache->stride_batch, view->batch) >> zeros;
+    const std::int64_t inner = unless_one(cache->stride_seqlen, view->seqlen) >> zeros;
+    cache->step_batch = static_cast<int>(outer);
+    cache->step_seqlen = static_cast<int>(inner);
+    const std::int64_t reach = std::abs(outer) * view->batch + std::abs(inner) * view->seqlen;
+    cache->aligned = cache->aligned && reach <= std::numeric_limits<std::int32_t>::max();
+  }
+}
+
 /// Rows of a box of the copy engine for a tile of K or V; 0: pages have no whole boxes.
 int box_rows(const AttentionProblem& p) {
   int rows = row_of(p).tile_keys();
@@ -231,6 +258,7 @@ void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& 
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.page_size = static_cast<int>(p.page_size);
   params.num_pages = static_cast<int>(p.num_pages);
+  params.by_page = tiles::divisor_of(std::max<std::int64_t>(p.page_size, 1));
   params.window_left = window(p.mask.window_left);
   params.window_right = window(p.mask.window_right);
   params.top_left = p.mask.align == MaskAlign::top_left;
@@ -249,6 +277,7 @@ void set_tensors(DecodeParams& params, const ForwardInputs& in, const ForwardOut
   params.q = cache_of(in.q, {}, in.q.head_dim);
   params.k = cache_of(in.k, in.k_scale, in.k.head_dim);
   params.v = cache_of(in.v, in.v_scale, in.v.head_dim);
+  set_rows(params, in);
   params.o = out.o.data;
   params.o_batch = out.o.stride_batch;
   params.o_seqlen = out.o.stride_seqlen;

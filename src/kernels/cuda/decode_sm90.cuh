@@ -66,7 +66,7 @@ template <DType kDType, int kRow>
 Status launch_decode_sm90(const DecodeParams& params, const DecodeMaps& maps, bool, unsigned blocks,
                           void* stream) {
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
-  const int load_warps = params.by_box ? 1 : tiles::kDecodeMostLoadWarps;
+  const int load_warps = decode_load_warps(params);
   void* arguments[] = {const_cast<DecodeParams*>(&params), const_cast<DecodeMaps*>(&maps)};
   return launch_early(
       reinterpret_cast<const void*>(&decode_sm90_kernel<kDType, kRow>),

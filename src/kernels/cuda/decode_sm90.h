@@ -9,6 +9,7 @@
 #include "hw/cuda/launch.h"
 #include "kernels/cuda/device_indices.h"
 #include "rafter/tensor.h"
+#include "tiles/divisor.h"
 #include "tiles/sm90_decode.h"
 
 namespace rafter::cuda {
@@ -20,9 +21,10 @@ struct DecodeCache {
   std::int64_t stride_seqlen = 0, stride_heads = 0;
   const float* scale = nullptr;  // 8-bit: factors of the rows, or null; strides in elements
   std::int64_t scale_batch = 0, scale_seqlen = 0, scale_heads = 0;
-  int chunks = 0;        // of 16 bytes in a row, rounded up
-  int row_bytes = 0;     // of a row
-  bool aligned = false;  // rows begin and end at multiples of 16 bytes
+  int chunks = 0;                       // of 16 bytes in a row, rounded up
+  int row_bytes = 0;                    // of a row
+  bool aligned = false;                 // rows begin and end at multiples of 16 bytes
+  int step_batch = 0, step_seqlen = 0;  // strides in units of row_unit (aligned)
   // Coordinates of the copy engine step by these from a head, sequence or page to the next.
   int heads_step = 1, outer_step = 1;
 };
@@ -41,6 +43,9 @@ struct DecodeParams {
   DeviceIndices page_table;  // paged
   std::int64_t page_table_batch = 0;
   int page_size = 0, num_pages = 0;  // page_size 0: not paged
+  tiles::Divisor by_page;            // of page_size
+  // Where rows of K and V lie in units of so many bytes, a power of 2, so that 32 bits say it.
+  int row_unit = 16;
   std::int32_t* bad_pages = nullptr;
   const std::uint64_t* tree_mask = nullptr;
   std::int64_t tree_mask_batch = 0;
@@ -75,6 +80,12 @@ struct DecodeParams {
   float transform_cap = 0;    // softcap · log2(e); 0: no softcap
   float transform_scale = 0;  // with softcap: 2 · log2(e) · softmax_scale / softcap
 };
+
+/// Warps that load K and V: one asks the copy engine for boxes, or four where they are small, as
+/// requests of a warp follow one another; or four copy themselves.
+constexpr int decode_load_warps(const DecodeParams& params) {
+  return params.by_box && params.box_log2 >= 6 ? 1 : tiles::kDecodeMostLoadWarps;
+}
 
 /// What a launch passes beside, for the copy engine.
 struct DecodeMaps {

@@ -23,7 +23,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
   using Attend = DecodeAttend<kDType, kRow>;
   using Finish = DecodeFinish<kDType, kRow>;
   using Copies = DecodeClusterCopies<Shared, kPaged>;
-  using Copies::ask, Copies::first_key, Copies::following, Copies::rows_of;
+  using Copies::ask, Copies::first_key, Copies::rows_of;
   using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
   using Copies::kChunks, Copies::kRowsAtOnce, Copies::kShape, Copies::kSlots;
   using Copies::params, Copies::shared;
@@ -141,11 +141,12 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
 
   /// As attend.finish_scores(), which has nothing to hide where all rows see all 16 keys.
   __device__ void finish_scores(const Attend& attend, const DecodeUnit& unit,
-                                const typename Attend::Rows& mine, int slot, int first,
-                                float (&s)[4]) const {
+                                const typename Attend::Rows& mine, int slot, std::uint32_t present,
+                                int first, float (&s)[4]) const {
     const bool alike = params.seqlen_q == 1 || (params.window_left < 0 && params.window_right < 0);
-    if (!kPaged && alike && params.transform_cap == 0 && params.tree_mask == nullptr &&
-        first >= unit.first_key && first + Copies::kKeys <= unit.end_key) {
+    if (present == Copies::kAllPresent && alike && params.transform_cap == 0 &&
+        params.tree_mask == nullptr && first >= unit.first_key &&
+        first + Copies::kKeys <= unit.end_key) {
 #pragma unroll
       for (float& score : s) {
         score *= params.scale_log2;
@@ -212,7 +213,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
     typename Attend::Rows mine;
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
-    Next next = Copies::first_of(unit), after = following(unit, next);
+    Next next = Copies::first_of(unit);
     unit.part = cta;
     int tile = unit.first_tile + cta, slot = 0, count = 0;  // parts
     bool first_of_part = true;
@@ -244,8 +245,10 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
           }
           s[0] = s[1] = s[2] = s[3] = -INFINITY;
           if (there) {
+            const std::uint32_t present =
+                kPaged ? Attend::shared_word(shared.present(slot) + warp * 4) : Copies::kAllPresent;
             attend.scores(mine, shared.slot(slot), warp, s);
-            finish_scores(attend, unit, mine, slot, first_key(tile), s);
+            finish_scores(attend, unit, mine, slot, present, first_key(tile), s);
           }
         } else {
           if (there) {
@@ -256,7 +259,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
         }
         __syncwarp();
       }
-      ask(unit, next, after, values, slot, k_rows, v_rows);
+      ask(unit, next, values, slot, k_rows, v_rows);
       slot = slot + 1 == kSlots ? 0 : slot + 1;
       if (ends) {
         finish(attend, unit, mine, rows, count++);

@@ -15,6 +15,8 @@ struct DecodeClusterCopies {
   static constexpr int kSlots = kShape.slots, kKeys = tiles::kDecodeBlockKeys;
   static constexpr int kChunks = 8 * kShape.panels();  // of 16 bytes in a row
   static constexpr int kRowsAtOnce = 32 / kChunks;     // that a warp copies in one instruction
+  static constexpr int kCopies = kKeys / kRowsAtOnce;
+  static constexpr std::uint32_t kAllPresent = (1u << kKeys) - 1;
   static_assert(kShape.warps == 8 && kShape.pieces() == 1 && kChunks <= 16);
 
   const DecodeParams& params;
@@ -49,38 +51,67 @@ struct DecodeClusterCopies {
   }
 
   /// Tiles of this CTA in turn: those of a part, then those of its next part.
-  struct Next {
+  struct Tile {
     int part, tile;
-    AskedIndex page;  // of key lane % 16 of this warp there
+  };
+  __device__ bool more(const DecodeUnit& unit, const Tile& at) const {
+    return at.part < unit.parts && at.tile < unit.end_tile;
+  }
+  __device__ Tile following(const DecodeUnit& unit, Tile at) const {
+    at.tile += unit.parts;
+    if (at.tile >= unit.end_tile) {
+      at.part += ctas;
+      at.tile = unit.first_tile + at.part;
+    }
+    return at;
+  }
+
+  /// The tile whose keys are asked for next, and pages that were asked for before: two tiles at a
+  /// time, as whatever moves a register waits for what is on its way there.
+  struct Next {
+    Tile at;
+    int half = 0;            // 16: the second of the two
+    AskedIndex pages, then;  // of key lane % 16 of this warp in the tile lane / 16, and two later
+    Tile ahead;              // the first that was not asked for
   };
   __device__ Next first_of(const DecodeUnit& unit) const {
-    Next next{cta, unit.first_tile + cta, {}};
-    look_up(unit, next);
-    return next;
-  }
-  __device__ bool more(const DecodeUnit& unit, const Next& next) const {
-    return next.part < unit.parts && next.tile < unit.end_tile;
-  }
-  __device__ Next following(const DecodeUnit& unit, Next next) const {
-    next.tile += unit.parts;
-    if (next.tile >= unit.end_tile) {
-      next.part += ctas;
-      next.tile = unit.first_tile + next.part;
+    Next next;
+    next.at = next.ahead = {cta, unit.first_tile + cta};
+    if constexpr (kPaged) {
+      next.pages = look_up(unit, next);
+      next.then = look_up(unit, next);
     }
-    look_up(unit, next);
     return next;
+  }
+  __device__ void advance(const DecodeUnit& unit, Next& next) const {
+    next.at = following(unit, next.at);
+    if constexpr (kPaged) {
+      next.half ^= kKeys;
+      if (next.half == 0) {
+        next.pages = next.then;
+        next.then = look_up(unit, next);
+      }
+    }
   }
   __device__ int first_key(int tile) const { return tile * kShape.tile_keys() + warp * kKeys; }
   __device__ static bool seen(const DecodeUnit& unit, int key) {
     return key >= unit.first_key && key < unit.end_key;
   }
-  __device__ void look_up(const DecodeUnit& unit, Next& next) const {
-    if constexpr (kPaged) {
-      const int key = first_key(next.tile) + lane % kKeys;
-      next.page = ask_index(params.page_table,
-                            unit.batch * params.page_table_batch + key / params.page_size,
-                            more(unit, next) && seen(unit, key));
+  /// Pages of the two tiles from `ahead` on, which moves.
+  __device__ AskedIndex look_up(const DecodeUnit& unit, Next& next) const {
+    Tile mine = next.ahead;
+    next.ahead = following(unit, mine);
+    mine = lane < kKeys ? mine : next.ahead;
+    next.ahead = following(unit, next.ahead);
+    const int key = first_key(mine.tile) + lane % kKeys;
+    const std::int64_t row = unit.batch * params.page_table_batch;
+    // Under load the memory takes longer than two tiles: what comes then is in the L2 by then.
+    const int later = key + 4 * unit.parts * kShape.tile_keys();
+    if (lane % 8 == 0 && later < unit.end_key) {
+      prefetch_index(params.page_table, row + params.by_page.quotient(later));
     }
+    return ask_index(params.page_table, row + params.by_page.quotient(key),
+                     more(unit, mine) && seen(unit, key));
   }
 
   /// Where this lane's chunks of the head's rows begin: of a sequence, or of a page.
@@ -89,53 +120,55 @@ struct DecodeClusterCopies {
            unit.head * cache.stride_heads + chunk * 16;
   }
 
-  /// Asks for this warp's keys of the next tile: K, or V, whereupon the tile after it is next,
-  /// whose page was asked for a tile ago. One group of copies, be it empty.
-  __device__ void ask(const DecodeUnit& unit, Next& next, Next& after, bool values, int slot,
+  /// Asks for this warp's keys of the next tile: K, or V, whereupon the tile after it is next. One
+  /// group of copies, be it empty.
+  __device__ void ask(const DecodeUnit& unit, Next& next, bool values, int slot,
                       const unsigned char* k_rows, const unsigned char* v_rows) const {
-    if (more(unit, next)) {
+    if (more(unit, next.at)) {
       const DecodeCache& cache = values ? params.v : params.k;
-      const int first = first_key(next.tile), mine = lane / kChunks;
+      const int first = first_key(next.at.tile), mine = lane / kChunks;
       const unsigned char* from = values ? v_rows : k_rows;
-      const std::int64_t step = values ? params.v.stride_seqlen : params.k.stride_seqlen;
-      std::int64_t offset = 0;  // of the row of key lane % 16
-      unsigned present = 0;
-      if constexpr (kPaged) {
-        const int key = first + lane % kKeys, page = next.page.value(params.page_table);
-        present = __ballot_sync(~0u, page >= 0 && page < params.num_pages);
-        offset = page * cache.stride_batch + key % params.page_size * step;
-        if (!values && lane == 0) {
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.present(slot) + warp * 4),
-                       "r"(present)
-                       : "memory");
-        }
-      } else {
-        from += (first + mine) * step;
-      }
       // As place() has it: a row's low bits turn those of its chunks.
       const std::uint32_t to = shared.slot(slot) + Shared::place(warp * kKeys + mine, chunk);
-      const auto behind = static_cast<unsigned>(first + mine - unit.first_key);
-      const auto keys = static_cast<unsigned>(unit.end_key - unit.first_key);
       const bool within = chunk < cache.chunks;
-#pragma unroll
-      for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
+      const auto at = [&](int i) {
         const int r = i * kRowsAtOnce;
-        const std::uint32_t at = (to ^ r % 8 * 16) + r * tiles::kDecodePanelBytes;
-        if constexpr (kPaged) {
-          const std::int64_t row = __shfl_sync(~0u, offset, r + mine);
-          copy_16_async_alone(at, from + row, within && (present >> (r + mine) & 1u) != 0 ? 16 : 0);
-        } else {
-          copy_16_async_alone(at, from, within && behind + r < keys ? 16 : 0);
+        return (to ^ r % 8 * 16) + r * tiles::kDecodePanelBytes;
+      };
+      if constexpr (kPaged) {
+        const int key = first + lane % kKeys, page = next.pages.value(params.page_table);
+        const int inner = key - params.by_page.quotient(key) * params.page_size;
+        const int row = page * cache.step_batch + inner * cache.step_seqlen;
+        unsigned present = __ballot_sync(~0u, page >= 0 && page < params.num_pages) >> next.half;
+        if (!values && lane == 0) {
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared.present(slot) + warp * 4),
+                       "r"(present & kAllPresent)
+                       : "memory");
+        }
+        present = within ? present >> mine : 0;
+        int rows[kCopies];  // all on their way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          rows[i] = __shfl_sync(~0u, row, next.half + i * kRowsAtOnce + mine);
+        }
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          copy_16_async_alone(at(i), from + std::int64_t{rows[i]} * params.row_unit,
+                              (present >> i * kRowsAtOnce & 1u) != 0 ? 16 : 0);
+        }
+      } else {
+        const std::int64_t step = values ? params.v.stride_seqlen : params.k.stride_seqlen;
+        from += (first + mine) * step;
+        const auto behind = static_cast<unsigned>(first + mine - unit.first_key);
+        const auto keys = static_cast<unsigned>(unit.end_key - unit.first_key);
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          copy_16_async_alone(at(i), from, within && behind + i * kRowsAtOnce < keys ? 16 : 0);
           from += kRowsAtOnce * step;
         }
       }
       if (values) {
-        if constexpr (kPaged) {
-          next = after;
-          after = following(unit, after);
-        } else {
-          next = following(unit, next);
-        }
+        advance(unit, next);
       }
     }
     commit_copies();

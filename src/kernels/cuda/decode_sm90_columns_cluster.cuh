@@ -23,7 +23,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
   using Attend = DecodeColumnsAttend<kDType, 0, kRow, kBlocks>;
   using Finish = DecodeColumnsFinish<kDType, 0, kRow>;
   using Copies = DecodeClusterCopies<Shared, kPaged>;
-  using Copies::ask, Copies::first_key, Copies::following, Copies::rows_of;
+  using Copies::ask, Copies::first_key, Copies::rows_of;
   using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
   using Copies::kChunks, Copies::kShape, Copies::kSlots;
   using Copies::params, Copies::shared;
@@ -120,7 +120,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
     set_common_keys(params, unit);
-    Next next = Copies::first_of(unit), after = following(unit, next);
+    Next next = Copies::first_of(unit);
     unit.part = cta;
     int tile = unit.first_tile + cta, slot = 0;
     bool first_of_part = true;
@@ -170,7 +170,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
           ends = tile >= unit.end_tile;
         }
       }
-      ask(unit, next, after, values, slot, k_rows, v_rows);
+      ask(unit, next, values, slot, k_rows, v_rows);
       slot = slot + 1 == kSlots ? 0 : slot + 1;
       if (ends) {
         attend.offer_sums(mine);

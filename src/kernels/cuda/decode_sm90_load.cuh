@@ -1,6 +1,7 @@
 // The warps of decode_sm90 that load: tiles of K and V go in turn into a ring of slots in shared
-// memory. Where the layout lets it one warp asks the copy engine for boxes of rows; else four warps
-// copy 16 bytes a lane (cp.async), or element by element where rows are not aligned to 16 bytes.
+// memory. Where the layout lets it one warp asks the copy engine for boxes of rows, or four where
+// boxes are small; else four warps copy 16 bytes a lane (cp.async), or element by element where
+// rows are not aligned to 16 bytes.
 #pragma once
 
 #include "hw/cuda/barrier.cuh"
@@ -30,14 +31,13 @@ struct DecodeLoad {
   /// Arrivals that complete a slot beside the bytes of the copy engine: one of each warp, and one
   /// of each lane that has copies of its own in flight.
   __device__ static std::uint32_t arrivals(const DecodeParams& params) {
-    return params.by_box ? 1 + (has_factors(params) ? 32 : 0) : tiles::kDecodeMostLoadWarps * 33;
+    return params.by_box ? decode_load_warps(params) + (has_factors(params) ? 32 : 0)
+                         : tiles::kDecodeMostLoadWarps * 33;
   }
   __device__ static bool has_factors(const DecodeParams& params) {
     return kBytes && (params.k.scale != nullptr || params.v.scale != nullptr);
   }
-  __device__ static int warps(const DecodeParams& params) {
-    return params.by_box ? 1 : tiles::kDecodeMostLoadWarps;
-  }
+  __device__ static int warps(const DecodeParams& params) { return decode_load_warps(params); }
 
   /// What lies beyond the columns of q is 0 from the beginning. By the warps that attend, but for
   /// the first thread.
@@ -77,7 +77,7 @@ struct DecodeLoad {
   /// Asks for the page of the rows from `key` on, −1 where nobody sees them.
   __device__ AskedIndex ask_page(const DecodeUnit& unit, int key, bool wanted) const {
     return ask_index(params.page_table,
-                     unit.batch * params.page_table_batch + key / params.page_size,
+                     unit.batch * params.page_table_batch + params.by_page.quotient(key),
                      wanted && key < unit.end_key && key + rows_each() > unit.first_key);
   }
 
@@ -129,7 +129,7 @@ struct DecodeLoad {
     rows.there = rows.touches;
     if (params.page_size > 0) {
       rows.outer = page;
-      rows.inner = rows.key % params.page_size;
+      rows.inner = rows.key - params.by_page.quotient(rows.key) * params.page_size;
       rows.there = rows.touches && page >= 0 && page < params.num_pages;
     } else {
       rows.outer = params.cu_seqlens_kv.data != nullptr ? 0 : unit.batch;
@@ -138,7 +138,7 @@ struct DecodeLoad {
     return rows;
   }
 
-  /// Notes which of 16 keys of a warp that attends lie in pages that exist.
+  /// Notes which of 16 keys of a warp that attends lie in pages that exist. Boxes: by one warp.
   __device__ void note_present(const Rows& rows, int slot) const {
     const unsigned there = __ballot_sync(~0u, rows.there);
     constexpr int kBlock = tiles::kDecodeBlockKeys;
@@ -168,17 +168,19 @@ struct DecodeLoad {
     copy_4_async(to, there ? from : cache.scale, there ? 4 : 0);
   }
 
-  /// Boxes of the copy engine. A page that does not exist is outside the tensor: zeros.
+  /// Boxes of the copy engine, this warp's of all. A page that does not exist is outside the
+  /// tensor: zeros.
   __device__ void fill_by_box(const DecodeUnit& unit, const Rows& rows, const DecodeCache& cache,
                               const CUtensorMap& map, int slot) const {
-    const unsigned boxes = __ballot_sync(~0u, rows.touches);
+    const bool mine = rows.touches && (lane & (warps(params) - 1)) == warp;
+    const unsigned boxes = __ballot_sync(~0u, mine);
     const int box_bytes = tiles::kDecodePanelBytes << params.box_log2;
     if (lane == 0) {
       barrier_arrive_expect(shared.full(slot),
                             static_cast<std::uint32_t>(__popc(boxes) * box_bytes));
     }
     __syncwarp();
-    if (rows.touches) {
+    if (mine) {
       const int panel = lane % kPanels;
       const int outer = rows.there ? static_cast<int>(rows.outer) * cache.outer_step
                                    : (params.page_size > 0 ? max(params.num_pages, 1) : 0);
@@ -187,6 +189,9 @@ struct DecodeLoad {
                unit.head * cache.heads_step, outer);
     }
     if constexpr (kBytes) {
+      if (warp != 0) {
+        return;
+      }
       if (cache.scale != nullptr) {
 #pragma unroll 1
         for (int i = lane; i < kTileKeys; i += 32) {
@@ -210,25 +215,37 @@ struct DecodeLoad {
   /// 16 bytes a lane: some rows of 16-byte chunks in one instruction.
   __device__ void fill_by_rows(const DecodeUnit& unit, const Rows& rows, const DecodeCache& cache,
                                int slot) const {
-    constexpr int kChunks = 8 * kPanels;  // of a row
-    constexpr int kCopies = kKeysEach * kChunks / 32;
-    const std::int64_t row = rows.outer * cache.stride_batch + rows.inner * cache.stride_seqlen +
-                             unit.head * cache.stride_heads;
-    const unsigned present = __ballot_sync(~0u, rows.there);
-    const std::uint32_t to = shared.slot(slot);
+    constexpr int kChunks = 8 * kPanels, kRowsAtOnce = 32 / kChunks;  // chunks of a row
+    constexpr int kCopies = kKeysEach / kRowsAtOnce, kTogether = 8;
+    unsigned present = __ballot_sync(~0u, rows.there);
     if (cache.aligned) {
-      const int chunk = lane % kChunks;
-      const unsigned char* const data = cache.data + chunk * 16;
-#pragma unroll 8
-      for (int i = 0; i < kCopies; ++i) {
-        const int r = (i * 32 + lane) / kChunks;
-        const std::int64_t offset = __shfl_sync(~0u, row, r);
-        const bool there = (present >> r & 1u) != 0 && chunk < cache.chunks;
-        copy_16_async_alone(to + Shared::place(warp * kKeysEach + r, chunk),
-                            there ? data + offset : cache.data, there ? 16 : 0);
+      const int row =
+          static_cast<int>(rows.outer) * cache.step_batch + rows.inner * cache.step_seqlen;
+      const int chunk = lane % kChunks, mine = lane / kChunks;
+      const unsigned char* const from = cache.data + unit.head * cache.stride_heads + chunk * 16;
+      // As place() has it: a row's low bits turn those of its chunks.
+      const std::uint32_t to = shared.slot(slot) + Shared::place(warp * kKeysEach + mine, chunk);
+      present = chunk < cache.chunks ? present >> mine : 0;
+#pragma unroll
+      for (int first = 0; first < kCopies; first += kTogether) {
+        int at[kTogether];  // all on their way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          at[i] = __shfl_sync(~0u, row, (first + i) * kRowsAtOnce + mine);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int r = (first + i) * kRowsAtOnce;
+          copy_16_async_alone((to ^ r % 8 * 16) + r * tiles::kDecodePanelBytes,
+                              from + std::int64_t{at[i]} * params.row_unit,
+                              (present >> r & 1u) != 0 ? 16 : 0);
+        }
       }
     } else {
-      copy_unaligned(cache, to, row, present);
+      copy_unaligned(cache, shared.slot(slot),
+                     rows.outer * cache.stride_batch + rows.inner * cache.stride_seqlen +
+                         unit.head * cache.stride_heads,
+                     present);
     }
     if constexpr (kBytes) {
       if (cache.scale != nullptr && lane < kKeysEach) {
@@ -388,7 +405,7 @@ struct DecodeLoad {
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
         barrier_wait(shared.empty(ring.slot), ring.turn ^ 1);
-        if (paged && which == 0) {
+        if (paged && which == 0 && (warp == 0 || !params.by_box)) {
           note_present(rows, ring.slot);
         }
         if (params.by_box) {

@@ -48,6 +48,12 @@ __device__ inline AskedIndex ask_index(const DeviceIndices& indices, std::int64_
   return asked;
 }
 
+/// Brings an index into the L2.
+__device__ inline void prefetch_index(const DeviceIndices& indices, std::int64_t i) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(indices.data) +
+                                                i * (indices.wide ? 8 : 4)));
+}
+
 /// What is longer than the capacity would lie outside the tensor.
 __device__ inline int clamped_length(std::int64_t length, int capacity) {
   return static_cast<int>(length < 0          ? 0
