@@ -16,10 +16,19 @@ constexpr int sm90_decode_cluster_size(std::int64_t heads) {
   return heads <= 15 ? 8 : heads <= 30 ? 4 : heads <= 66 ? 2 : heads <= kDecodeSms ? 1 : 0;
 }
 
+/// What an SM of a cluster reads at most, what all SMs read without clusters, and the time that
+/// clusters save, less some for each part of a CTA that follows another. Of an element width of the
+/// cache, measured: 8-bit keys are held up by arithmetic, in which all SMs share.
+struct Sm90DecodeClusterRates {
+  double of_sm, of_all, saved, less;
+};
+inline constexpr Sm90DecodeClusterRates kDecodeClusterRates[2] = {{97e9, 4.2e12, 4.5e-6, 1.1e-6},
+                                                                  {19.7e9, 2.6e12, 9e-6, 1.1e-6}};
+
 /// CTAs for each of `heads` (sequence × KV head) with at most so many parts and `bytes` of keys and
-/// values in all; 0: shares of units on all SMs are quicker, as an SM reads 97 GB/s at most and
-/// saves some 4.5 µs here, less 1.1 for each part of a CTA that follows another.
-constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_t bytes) {
+/// values in all; 0: shares of units on all SMs are quicker.
+constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_t bytes,
+                                  const Sm90DecodeClusterRates& rates = kDecodeClusterRates[0]) {
   int ctas = sm90_decode_cluster_size(heads);
   while (ctas > 2 && ctas > max_parts) {
     ctas /= 2;
@@ -27,12 +36,11 @@ constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_
   if (ctas == 0) {
     return 0;
   }
-  constexpr double kOfSm = 97e9, kOfAll = 4.2e12, kSaved = 4.5e-6, kLess = 1.1e-6;
-  const double of_these = kOfSm * static_cast<double>(heads * ctas);
+  const double of_these = rates.of_sm * static_cast<double>(heads * ctas);
   const int following = (max_parts + ctas - 1) / ctas - 1;
-  const double saved = kSaved - kLess * following;
-  const double lost = static_cast<double>(bytes) * (1 / of_these - 1 / kOfAll);
-  return of_these < kOfAll && lost > saved ? 0 : ctas;
+  const double saved = rates.saved - rates.less * following;
+  const double lost = static_cast<double>(bytes) * (1 / of_these - 1 / rates.of_all);
+  return of_these < rates.of_all && lost > saved ? 0 : ctas;
 }
 
 /// Shared memory of a CTA: ring and results of its warps, and behind them what the parts have of

@@ -32,6 +32,12 @@ TEST(Sm90DecodeCluster, LeavesManyBytesOrPartsOfFewHeadsToAllSms) {
   EXPECT_EQ(sm90_decode_cluster(8, 16, 1000 * kMega), 8);
 }
 
+TEST(Sm90DecodeCluster, LeavesManyBytesOfEightBitsToAllSms) {
+  EXPECT_EQ(sm90_decode_cluster(8, 16, 17 * kMega, kDecodeClusterRates[1]), 8);
+  EXPECT_EQ(sm90_decode_cluster(8, 16, 34 * kMega, kDecodeClusterRates[1]), 0);
+  EXPECT_EQ(sm90_decode_cluster(64, 16, 134 * kMega, kDecodeClusterRates[1]), 0);
+}
+
 TEST(Sm90DecodeCluster, SharedMemoryHoldsWhatTheLargestIsSent) {
   const Sm90DecodeRow& row = kSm90DecodeRows[0][1];
   EXPECT_EQ(sm90_decode_cluster_bytes(row, 16, 4, 8) - sm90_decode_cluster_bytes(row, 0, 4, 8),

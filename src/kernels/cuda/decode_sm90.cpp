@@ -44,13 +44,15 @@ constexpr std::array<LaunchFunctions, 3> kLaunch[2] = {
     {kByKeys<DType::bf16>, kByColumns<DType::bf16, 0>, kByColumns<DType::bf16, 1>},
     {kByKeys<DType::f16>, kByColumns<DType::f16, 0>, kByColumns<DType::f16, 1>}};
 
-using ClusterFunction = Status (*)(const DecodeParams&, unsigned, unsigned, void*);
+using ClusterFunction = Status (*)(const DecodeParams&, bool, unsigned, unsigned, void*);
 constexpr int kClusterRows = 2;
 template <DType kDType>
-constexpr ClusterFunction kClustersOf[2][kClusterRows] = {
+constexpr ClusterFunction kClustersOf[3][kClusterRows] = {
     {cuda::launch_decode_sm90_cluster<kDType, 0>, cuda::launch_decode_sm90_cluster<kDType, 1>},
-    {cuda::launch_decode_sm90_columns_cluster<kDType, 0>,
-     cuda::launch_decode_sm90_columns_cluster<kDType, 1>}};
+    {cuda::launch_decode_sm90_columns_cluster<kDType, 0, 0>,
+     cuda::launch_decode_sm90_columns_cluster<kDType, 0, 1>},
+    {cuda::launch_decode_sm90_columns_cluster<kDType, 1, 0>,
+     cuda::launch_decode_sm90_columns_cluster<kDType, 1, 1>}};
 
 constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
 
@@ -310,7 +312,7 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
   const std::int64_t rows = p.seqlen_q * params.group;
   const int most_blocks = by_columns(p) ? tiles::kDecodeClusterBlocks : 1;
-  if (width_of(p) != 0 || row >= kClusterRows || rows > tiles::kDecodeBlockRows * most_blocks ||
+  if (row >= kClusterRows || rows > tiles::kDecodeBlockRows * most_blocks ||
       p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
       (p.layout == Layout::paged && p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
       !params.q.aligned || !params.k.aligned || !params.v.aligned) {
@@ -318,7 +320,8 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   }
   const std::int64_t heads = p.batch * p.heads_kv;
   const std::int64_t bytes = heads * p.seqlen_kv * (params.k.row_bytes + params.v.row_bytes);
-  const int ctas = tiles::sm90_decode_cluster(heads, cut.max_parts, bytes);
+  const int ctas = tiles::sm90_decode_cluster(heads, cut.max_parts, bytes,
+                                              tiles::kDecodeClusterRates[width_of(p)]);
   if (ctas == 0 || (ctas == 1 && by_columns(p))) {
     return 0;
   }
@@ -349,10 +352,12 @@ Status forward(const ForwardCall& call) {
   set_tensors(params, call.in, call.out);
   const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
   const int dtype = p.dtype == DType::f16 ? 1 : 0;
+  const int way = by_columns(p) ? 1 + width_of(p) : 0;
+  const bool e4m3 = p.kv_dtype == DType::e4m3;
   if (const int ctas = cluster_of(params, call.problem, cut); ctas > 0) {
     const auto& clusters = dtype == 1 ? kClustersOf<DType::f16> : kClustersOf<DType::bf16>;
-    return clusters[by_columns(p) ? 1 : 0][row](params, static_cast<unsigned>(p.batch * p.heads_kv),
-                                                static_cast<unsigned>(ctas), call.stream.handle);
+    return clusters[way][row](params, e4m3, static_cast<unsigned>(p.batch * p.heads_kv),
+                              static_cast<unsigned>(ctas), call.stream.handle);
   }
   const cuda::DecodeMaps maps = set_maps(params, p, call.in);
   if (cut.slots > 0) {
@@ -370,9 +375,8 @@ Status forward(const ForwardCall& call) {
   }
   const std::int64_t blocks = std::min<std::int64_t>(*sms, cut.units);
   set_shares(params, blocks);
-  const int way = by_columns(p) ? 1 + width_of(p) : 0;
-  return kLaunch[dtype][way][row](params, maps, p.kv_dtype == DType::e4m3,
-                                  static_cast<unsigned>(blocks), call.stream.handle);
+  return kLaunch[dtype][way][row](params, maps, e4m3, static_cast<unsigned>(blocks),
+                                  call.stream.handle);
 }
 
 }  // namespace

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(DecodeCluster<kDType, kRow, kPaged>::kThreads,
 }
 
 template <DType kDType, int kRow>
-Status launch_decode_sm90_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
+Status launch_decode_sm90_cluster(const DecodeParams& params, bool, unsigned heads, unsigned ctas,
                                   void* stream) {
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
   void* arguments[] = {const_cast<DecodeParams*>(&params)};

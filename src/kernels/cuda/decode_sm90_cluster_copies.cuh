@@ -4,6 +4,7 @@
 
 #include "hw/cuda/cluster.cuh"
 #include "hw/cuda/copies.cuh"
+#include "hw/cuda/mma.cuh"
 #include "kernels/cuda/decode_sm90_units.cuh"
 
 namespace rafter::cuda {
@@ -120,6 +121,26 @@ struct DecodeClusterCopies {
            unit.head * cache.stride_heads + chunk * 16;
   }
 
+  /// The factor of a key a lane, zero where nobody sees it.
+  __device__ void ask_factor(const DecodeUnit& unit, const Next& next, const DecodeCache& cache,
+                             std::uint32_t factors) const {
+    if (cache.scale == nullptr || lane / kKeys * kKeys != next.half) {
+      return;
+    }
+    const int key = first_key(next.at.tile) + lane % kKeys;
+    std::int64_t outer = unit.batch, inner = key;
+    bool there = seen(unit, key);
+    if constexpr (kPaged) {
+      outer = next.pages.value(params.page_table);
+      inner -= std::int64_t{params.by_page.quotient(key)} * params.page_size;
+      there = outer >= 0 && outer < params.num_pages;
+    }
+    copy_4_async(factors + (warp * kKeys + lane % kKeys) * 4,
+                 cache.scale + unit.head * cache.scale_heads +
+                     (there ? outer * cache.scale_batch + inner * cache.scale_seqlen : 0),
+                 there ? 4 : 0);
+  }
+
   /// Asks for this warp's keys of the next tile: K, or V, whereupon the tile after it is next. One
   /// group of copies, be it empty.
   __device__ void ask(const DecodeUnit& unit, Next& next, bool values, int slot,
@@ -166,6 +187,9 @@ struct DecodeClusterCopies {
           copy_16_async_alone(at(i), from, within && behind + i * kRowsAtOnce < keys ? 16 : 0);
           from += kRowsAtOnce * step;
         }
+      }
+      if constexpr (Shared::kElementWidth == 1) {
+        ask_factor(unit, next, cache, shared.scales(slot));
       }
       if (values) {
         advance(unit, next);

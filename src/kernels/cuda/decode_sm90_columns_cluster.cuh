@@ -17,23 +17,26 @@
 
 namespace rafter::cuda {
 
-template <DType kDType, int kRow, bool kPaged, int kBlocks>
-struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged> {
-  using Shared = DecodeColumns<0, kRow>;
-  using Attend = DecodeColumnsAttend<kDType, 0, kRow, kBlocks>;
-  using Finish = DecodeColumnsFinish<kDType, 0, kRow>;
+template <DType kDType, int kWidth, int kRow, bool kPaged, int kBlocks>
+struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>, kPaged> {
+  using Shared = DecodeColumns<kWidth, kRow>;
+  using Attend = DecodeColumnsAttend<kDType, kWidth, kRow, kBlocks>;
+  using Finish = DecodeColumnsFinish<kDType, kWidth, kRow>;
   using Copies = DecodeClusterCopies<Shared, kPaged>;
   using Copies::ask, Copies::first_key, Copies::rows_of;
-  using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
-  using Copies::kChunks, Copies::kShape, Copies::kSlots;
+  using Copies::cta, Copies::ctas, Copies::lane, Copies::warp;
+  using Copies::kShape, Copies::kSlots;
   using Copies::params, Copies::shared;
   using typename Copies::Next;
 
+  const bool e4m3;
   const std::uint32_t result_barrier;
 
   __device__ std::uint32_t queries() const { return shared.queries(kBlocks, 0); }
   /// By all warps; zeros where there is no row.
   __device__ void ask_queries(const DecodeUnit& unit, int rows) const {
+    constexpr int kChunks = kShape.head_dim / 8;  // of 16 bytes
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks;
 #pragma unroll 1
     for (int r = static_cast<int>(threadIdx.x) / kChunks; r < kBlocks * tiles::kDecodeBlockRows;
          r += 32 * kShape.warps / kChunks) {
@@ -114,7 +117,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
       barrier_arrive_expect(result_barrier, static_cast<std::uint32_t>(unit.parts * bytes));
     }
     cluster_arrive();
-    const Attend attend{{params, false, shared}};
+    const Attend attend{{params, e4m3, shared}};
     typename Attend::Queries q;
     typename Attend::Rows mine;
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
@@ -158,6 +161,10 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
         } else {
           if (there) {
             Attend::meet();
+            if (Shared::kElementWidth == 1 && params.v.scale != nullptr) {
+              wait_copies<kSlots - 1>();  // factors of this warp's keys
+              __syncwarp();
+            }
             attend.weigh(mine, slot, s);
             wait_copies<kSlots - 1>();
             Attend::meet();
@@ -188,9 +195,9 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<0, kRow>, kPaged
   }
 };
 
-template <DType kDType, int kRow, bool kPaged>
-__global__ void __launch_bounds__(32 * DecodeColumns<0, kRow>::kWarps, 1)
-    decode_sm90_columns_cluster_kernel(const __grid_constant__ DecodeParams params) {
+template <DType kDType, int kWidth, int kRow, bool kPaged, int kBlocks>
+__global__ void __launch_bounds__(32 * DecodeColumns<kWidth, kRow>::kWarps, 1)
+    decode_sm90_columns_cluster_kernel(const __grid_constant__ DecodeParams params, bool e4m3) {
   let_next_grid_begin();
   wait_for_earlier_grids();
   extern __shared__ unsigned char raw[];
@@ -198,24 +205,37 @@ __global__ void __launch_bounds__(32 * DecodeColumns<0, kRow>::kWarps, 1)
   __shared__ std::uint64_t result_barrier;
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
-  const DecodeColumns<0, kRow> shared{
+  const DecodeColumns<kWidth, kRow> shared{
       {raw + ((start + kAlign - 1) / kAlign * kAlign - start), control}};
-  DecodeColumnsCluster<kDType, kRow, kPaged, tiles::kDecodeClusterBlocks>{
-      {params, shared}, shared_address(&result_barrier)}
+  DecodeColumnsCluster<kDType, kWidth, kRow, kPaged, kBlocks>{
+      {params, shared}, e4m3, shared_address(&result_barrier)}
       .run();
 }
 
-template <DType kDType, int kRow>
-Status launch_decode_sm90_columns_cluster(const DecodeParams& params, unsigned heads, unsigned ctas,
-                                          void* stream) {
-  constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
-  void* arguments[] = {const_cast<DecodeParams*>(&params)};
+template <DType kDType, int kWidth, int kRow, bool kPaged>
+const void* decode_sm90_columns_cluster_of(int blocks) {
+  if constexpr (tiles::kSm90DecodeRows[kWidth][kRow].least_column_blocks() == 1) {
+    if (blocks == 1) {
+      return reinterpret_cast<const void*>(
+          &decode_sm90_columns_cluster_kernel<kDType, kWidth, kRow, kPaged, 1>);
+    }
+  }
+  return reinterpret_cast<const void*>(
+      &decode_sm90_columns_cluster_kernel<kDType, kWidth, kRow, kPaged,
+                                          tiles::kDecodeClusterBlocks>);
+}
+
+template <DType kDType, int kWidth, int kRow>
+Status launch_decode_sm90_columns_cluster(const DecodeParams& params, bool e4m3, unsigned heads,
+                                          unsigned ctas, void* stream) {
+  constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
+  void* arguments[] = {const_cast<DecodeParams*>(&params), &e4m3};
   const int shared_bytes = tiles::sm90_decode_column_cluster_bytes(
       kShape, params.max_parts, params.blocks, static_cast<int>(ctas));
   const void* const kernel =
       params.page_size > 0
-          ? reinterpret_cast<const void*>(&decode_sm90_columns_cluster_kernel<kDType, kRow, true>)
-          : reinterpret_cast<const void*>(&decode_sm90_columns_cluster_kernel<kDType, kRow, false>);
+          ? decode_sm90_columns_cluster_of<kDType, kWidth, kRow, true>(params.blocks)
+          : decode_sm90_columns_cluster_of<kDType, kWidth, kRow, false>(params.blocks);
   return launch_in_clusters(kernel,
                             {.blocks = heads * ctas,
                              .threads = 32 * kShape.warps,

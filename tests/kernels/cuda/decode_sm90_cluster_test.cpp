@@ -1,33 +1,184 @@
 // decode_sm90 in clusters, which it takes for one sequence or few heads of one length, against the
 // same sequences in a batch whose lengths only the device knows, where units go round all SMs.
 #include "kernels/cuda/decode_sm90_case.h"
+#include "kernels/cuda/device_buffer.h"
 
 namespace rafter::testing {
 namespace {
 
-/// Of `queries` rows for `group` query heads of a KV head.
-void expect_bits_of_a_batch(std::int64_t queries, std::int64_t group) {
-  for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const std::int64_t head_dim : {64, 128, 72}) {
+/// CTAs of a cluster of the launch that a plan queues; 1: none. Nothing runs.
+unsigned launched_cluster(const AttentionProblem& problem) {
+  const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
+  EXPECT_TRUE(made) << made.status().message();
+  const AttentionProblem& p = made->problem();
+  const DeviceBuffer memory(std::size_t{4096});
+  auto* const place = static_cast<std::byte*>(memory.data());  // of o
+  std::byte* const inputs = place + (std::int64_t{1} << 32);
+  const auto view = [&](DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads) {
+    return TensorView::contiguous(inputs, dtype, batch, rows, heads, p.head_dim);
+  };
+  const bool packed = p.layout == Layout::packed, pages = p.layout == Layout::paged;
+  const DType kv = p.kv_dtype.value_or(p.dtype);
+  const TensorView keys = pages    ? view(kv, p.num_pages, p.page_size, p.heads_kv)
+                          : packed ? view(kv, 1, p.total_kv, p.heads_kv)
+                                   : view(kv, p.batch, p.seqlen_kv, p.heads_kv);
+  const TensorView queries = packed ? view(p.dtype, 1, p.total_q, p.heads_q)
+                                    : view(p.dtype, p.batch, p.seqlen_q, p.heads_q);
+  ForwardInputs in{.q = queries, .k = keys, .v = keys};
+  if (packed) {
+    in.cu_seqlens_q = in.cu_seqlens_kv = {memory.data(), DType::i32, p.batch + 1, 0};
+  }
+  if (p.seqused_kv) {
+    in.seqused_kv = {memory.data(), DType::i32, p.batch, 0};
+  }
+  if (pages) {
+    const std::int64_t cols = (p.seqlen_kv + p.page_size - 1) / p.page_size;
+    in.page_table = {memory.data(), DType::i32, p.batch * cols, cols};
+  }
+  if (kv == DType::int8) {
+    in.k_scale = in.v_scale =
+        TensorView::contiguous(inputs, DType::f32, keys.batch, keys.seqlen, keys.heads, 1);
+  }
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  TensorView out = queries;
+  out.data = place;
+  const Status status = made->forward(
+      in, {out}, {place + (std::int64_t{1} << 30), made->workspace_bytes()}, {stream});
+  EXPECT_TRUE(status) << status.message();
+  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  cudaGraphNode_t node = nullptr;
+  std::size_t count = 1;
+  EXPECT_EQ(cudaGraphGetNodes(graph, &node, &count), cudaSuccess);
+  cudaLaunchAttributeValue value = {};
+  EXPECT_EQ(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &value),
+            cudaSuccess);
+  (void)cudaGraphDestroy(graph);
+  (void)cudaStreamDestroy(stream);
+  return std::max(1u, value.clusterDim.x);
+}
+
+TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  const AttentionProblem one{.batch = 1,
+                             .heads_q = 32,
+                             .heads_kv = 8,
+                             .seqlen_q = 1,
+                             .seqlen_kv = 8192,
+                             .head_dim = 128,
+                             .dtype = DType::bf16};
+  struct Expected {
+    const char* what;
+    unsigned ctas;
+    void (*change)(AttentionProblem&);
+  };
+  constexpr auto kNothing = [](AttentionProblem&) {};
+  for (const Expected& e : {
+           Expected{"one sequence", 8, kNothing},
+           Expected{"its length on the device", 8,
+                    [](AttentionProblem& p) { p.seqused_kv = true; }},
+           Expected{"f16, head_dim 64", 8,
+                    [](AttentionProblem& p) {
+                      p.dtype = DType::f16;
+                      p.head_dim = 64;
+                    }},
+           Expected{"keys for fewer", 2, [](AttentionProblem& p) { p.seqlen_kv = 512; }},
+           Expected{"16 heads", 4, [](AttentionProblem& p) { p.batch = 2; }},
+           Expected{"64 heads", 2,
+                    [](AttentionProblem& p) {
+                      p.batch = 8;
+                      p.seqlen_kv = 1024;
+                    }},
+           Expected{"columns", 8, [](AttentionProblem& p) { p.heads_q = 8 * 12; }},
+           Expected{"columns of 16 rows", 8,
+                    [](AttentionProblem& p) {
+                      p.heads_q = 8 * 16;
+                      p.dtype = DType::f16;
+                    }},
+           Expected{"pages", 8,
+                    [](AttentionProblem& p) {
+                      p.layout = Layout::paged;
+                      p.page_size = 16;
+                      p.num_pages = 600;
+                    }},
+           Expected{"many keys in pages", 1,
+                    [](AttentionProblem& p) {
+                      p.layout = Layout::paged;
+                      p.seqlen_kv = 131072;
+                      p.page_size = 1;
+                      p.num_pages = 140000;
+                    }},
+           Expected{"too many heads", 1, [](AttentionProblem& p) { p.batch = 17; }},
+           Expected{"too many rows", 1, [](AttentionProblem& p) { p.seqlen_q = 3; }},
+           Expected{"lengths that differ", 1,
+                    [](AttentionProblem& p) {
+                      p.batch = 2;
+                      p.seqused_kv = true;
+                    }},
+           Expected{"8 bits", 8, [](AttentionProblem& p) { p.kv_dtype = DType::int8; }},
+           Expected{"many keys of 8 bits", 1,
+                    [](AttentionProblem& p) {
+                      p.kv_dtype = DType::e4m3;
+                      p.seqlen_kv = 131072;
+                    }},
+           Expected{"head_dim 256", 1, [](AttentionProblem& p) { p.head_dim = 256; }},
+           Expected{"packed", 1,
+                    [](AttentionProblem& p) {
+                      p.layout = Layout::packed;
+                      p.total_q = 1;
+                      p.total_kv = 8192;
+                    }},
+       }) {
+    AttentionProblem p = one;
+    e.change(p);
+    EXPECT_EQ(launched_cluster(p), e.ctas) << e.what;
+  }
+}
+
+struct DTypes {
+  DType q, kv;
+  Scales scales = Scales::per_token;
+};
+const std::vector<DTypes> kSixteenBits = {{DType::bf16, DType::bf16}, {DType::f16, DType::f16}};
+const std::vector<DTypes> kEightBits = {{DType::bf16, DType::int8},
+                                        {DType::f16, DType::e4m3},
+                                        {DType::bf16, DType::e4m3, Scales::none},
+                                        {DType::f16, DType::int8, Scales::per_head}};
+
+/// Of `queries` rows for `group` query heads of a KV head. Some dimension fills no panel.
+void expect_bits_of_a_batch(const std::vector<DTypes>& dtypes, std::int64_t queries,
+                            std::int64_t group) {
+  const std::vector<std::int64_t> cuts = dtypes[0].kv == dtypes[0].q
+                                             ? std::vector<std::int64_t>{0, 1, 7, 40}
+                                             : std::vector<std::int64_t>{0, 7};
+  for (const DTypes& dtype : dtypes) {
+    for (const std::int64_t head_dim : {64, 128, dtype.q == dtype.kv ? 72 : 96}) {
       for (const Mask& mask : {Mask::none(), Mask::window(700, 0)}) {
-        Case c = decode_sm90_case(dtype, dtype, group, head_dim);
+        Case c = decode_sm90_case(dtype.q, dtype.kv, group, head_dim);
+        c.scales = dtype.scales;
         c.problem.mask = mask;
-        c.problem.softcap = head_dim == 72 ? 5.0f : 0.0f;
+        c.problem.softcap = head_dim % 64 != 0 ? 5.0f : 0.0f;
         c.lengths(each(4, queries), {3000, 2, 0, 700});
         const Values values = make_values(c);
-        for (const std::int64_t splits : {0, 1, 7, 40}) {
+        for (const std::int64_t splits : cuts) {
           const Output expected = run_case(c, values, on_sm90(splits));
           ASSERT_FALSE(expected.o.empty());
           for (std::size_t b = 0; b < c.lengths_kv.size(); ++b) {
             SCOPED_TRACE(::testing::Message()
-                         << to_string(dtype) << " head_dim " << head_dim << " window "
-                         << mask.window_left << " splits " << splits << ", sequence " << b);
+                         << to_string(dtype.q) << " " << to_string(dtype.kv) << " head_dim "
+                         << head_dim << " window " << mask.window_left << " splits " << splits
+                         << ", sequence " << b);
             Case alone = c;
             alone.lengths({queries}, {c.lengths_kv[b]});
             const Values mine = values_of(c, values, b);
             const Output output = output_of(c, expected, b);
             EXPECT_TRUE(same_bits(run_case(alone, mine, on_sm90(splits)), output));
-            EXPECT_TRUE(same_bits(run_case(paged(alone, 16), mine, on_sm90(splits)), output));
+            for (const std::int64_t page_size : {16, 3}) {
+              EXPECT_TRUE(
+                  same_bits(run_case(paged(alone, page_size), mine, on_sm90(splits)), output));
+            }
             if (c.lengths_kv[b] > 0) {
               alone.problem.seqused_kv = false;
               EXPECT_TRUE(same_bits(run_case(alone, mine, on_sm90(splits)), output));
@@ -41,12 +192,46 @@ void expect_bits_of_a_batch(std::int64_t queries, std::int64_t group) {
 
 TEST(DecodeSm90Cluster, BitsOfOneSequenceAreThoseOfABatch) {
   RAFTER_SKIP_WITHOUT_SM90();
-  expect_bits_of_a_batch(2, 4);
+  expect_bits_of_a_batch(kSixteenBits, 2, 4);
+}
+
+TEST(DecodeSm90Cluster, BitsOfOneSequenceOfEightBitsAreThoseOfABatch) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  expect_bits_of_a_batch(kEightBits, 2, 4);
+  expect_bits_of_a_batch({kEightBits[0], kEightBits[1]}, 1, 12);
 }
 
 TEST(DecodeSm90Cluster, BitsOfOneSequenceOfManyHeadsAreThoseOfABatch) {
   RAFTER_SKIP_WITHOUT_SM90();
-  expect_bits_of_a_batch(1, 12);
+  expect_bits_of_a_batch(kSixteenBits, 1, 12);
+}
+
+/// Parts of many tiles (narrow rows: few bytes, so that heads have clusters all the same), and rows
+/// of V elsewhere than those of K.
+TEST(DecodeSm90Cluster, BitsOfLongPartsAndOtherRowsOfVInPagesAreThoseOfABatch) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  struct Shape {
+    DType kv;
+    std::int64_t head_dim, head_dim_v, keys, splits;
+  };
+  for (const Shape& s : {Shape{DType::bf16, 16, 16, 8000, 1}, Shape{DType::bf16, 16, 16, 8100, 2},
+                         Shape{DType::int8, 16, 16, 8000, 1}, Shape{DType::bf16, 64, 128, 1500, 0},
+                         Shape{DType::int8, 32, 128, 1500, 0}}) {
+    Case c = decode_sm90_case(DType::bf16, s.kv, 4, s.head_dim);
+    c.problem.head_dim_v = s.head_dim_v;
+    c.lengths(each(2, 1), {s.keys, 5});
+    const Values values = make_values(c);
+    const Output batch = run_case(c, values, on_sm90(s.splits));
+    ASSERT_FALSE(batch.o.empty());
+    Case alone = c;
+    alone.lengths({1}, {s.keys});
+    for (const std::int64_t page_size : {1, 16, 24, 48, 256}) {
+      EXPECT_TRUE(
+          same_bits(run_case(paged(alone, page_size), values_of(c, values, 0), on_sm90(s.splits)),
+                    output_of(c, batch, 0)))
+          << to_string(s.kv) << ", " << s.keys << " keys in pages of " << page_size;
+    }
+  }
 }
 
 TEST(DecodeSm90Cluster, BitsOfSequencesOfOneLengthAreThoseOfABatch) {

@@ -1,5 +1,5 @@
 #include "kernels/cuda/decode_sm90_cluster.cuh"
 template rafter::Status rafter::cuda::launch_decode_sm90_cluster<rafter::DType::bf16, 0>(
-    const DecodeParams&, unsigned, unsigned, void*);
+    const DecodeParams&, bool, unsigned, unsigned, void*);
 template rafter::Status rafter::cuda::launch_decode_sm90_cluster<rafter::DType::bf16, 1>(
-    const DecodeParams&, unsigned, unsigned, void*);
+    const DecodeParams&, bool, unsigned, unsigned, void*);

@@ -1,0 +1,5 @@
+#include "kernels/cuda/decode_sm90_columns_cluster.cuh"
+template rafter::Status rafter::cuda::launch_decode_sm90_columns_cluster<rafter::DType::bf16, 1, 0>(
+    const DecodeParams&, bool, unsigned, unsigned, void*);
+template rafter::Status rafter::cuda::launch_decode_sm90_columns_cluster<rafter::DType::bf16, 1, 1>(
+    const DecodeParams&, bool, unsigned, unsigned, void*);
