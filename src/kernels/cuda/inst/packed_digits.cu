@@ -10,13 +10,13 @@ namespace {
 constexpr int kDigitWarps = 8;
 constexpr int kDigitSums = 2;  // of a warp: the bits of sixteen warps with one
 template <DType kX, int kScales>
-using Products = Digits<kX, kScales, kDigitWarps, kDigitSums>;
+using DigitProducts = Digits<kX, kScales, kDigitWarps, kDigitSums>;
 
 template <DType kX, int kScales>
 __global__ void __launch_bounds__(threads_of(kDigitWarps), 2)
     packed_digits(const __grid_constant__ PackedRowsParams p) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  multiply_rows<Products<kX, kScales>>(p, shared);
+  multiply_rows<DigitProducts<kX, kScales>>(p, shared);
 }
 
 template <DType kX>

@@ -13,13 +13,13 @@ namespace {
 
 constexpr int kPairWarps = 8;
 template <DType kX, DType kW, int kScales>
-using Products = Pairs<kX, kW, kScales, kPairWarps>;
+using PairProducts = Pairs<kX, kW, kScales, kPairWarps>;
 
 template <DType kX, DType kW, int kScales>
 __global__ void __launch_bounds__(threads_of(kPairWarps), 2)
     packed_rows(const __grid_constant__ PackedRowsParams p) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  multiply_rows<Products<kX, kW, kScales>>(p, shared);
+  multiply_rows<PairProducts<kX, kW, kScales>>(p, shared);
 }
 
 template <DType kX>
