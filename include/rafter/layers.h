@@ -140,10 +140,10 @@ enum class LinkEnd : std::uint8_t {
 /// One product of a chain: RMSNorm(x) weightᵀ, or x weightᵀ.
 struct Link {
   TensorView x;              // [1, m, 1, k], bf16 or f16
-  TensorView norm = {};      // weight [1, 1, 1, k] of the RMSNorm; null: none
+  TensorView norm = {};      // weight [1, 1, 1, k] of the RMSNorm, no link's out; null: none
   TensorView weight = {};    // as in LinearInputs; nothing that is queued writes it
   PackedWeight packed = {};  // null: weight
-  TensorView bias = {};      // [1, 1, 1, n]; null: none
+  TensorView bias = {};      // [1, 1, 1, n], no link's out; null: none
   TensorView out;            // [1, m, 1, n] of x's dtype; of swiglu [1, m, 1, n / 2]
   LinkEnd end = LinkEnd::store;
 };

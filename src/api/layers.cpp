@@ -263,6 +263,12 @@ Status check_link(const Link& link, std::int64_t m, const Device& device) {
   const DType dtype = link.x.dtype;
   const TensorView weight = packed ? packed_view(link.packed) : link.weight;
   const bool has_bias = link.bias.data != nullptr, has_norm = link.norm.data != nullptr;
+  if (k < 1) {
+    return Status::invalid_argument("x.head_dim", std::to_string(k), "1 or more");
+  }
+  if (!packed && link.packed.k != 0) {
+    return Status::invalid_argument("packed.data", "null", "an address, or packed.k = 0");
+  }
   Status checked = model::first_error(
       check_float("x", link.x), api::check_tensor("x", link.x, dtype, {{1, m, 1, k}}),
       check_weight({.x = link.x, .weight = link.weight, .packed = link.packed}, k),
@@ -375,12 +381,14 @@ Status linear_chain(std::span<const Link> links, float eps, Workspace workspace,
   }
   for (std::size_t i = 1; i < links.size(); ++i) {
     const std::string name = "links[" + std::to_string(i) + "]";
-    if (!api::same_place(links[i].x, links[i - 1].out)) {
+    const TensorView& before = links[i - 1].out;
+    if (links[i].x.head_dim != before.head_dim || !api::same_place(links[i].x, before)) {
       return Status::invalid_argument(name + ".x", "another tensor",
                                       "what the link before it writes");
     }
     for (std::size_t j = 0; j < i; ++j) {
-      if (api::same_place(links[i].out, links[j].out)) {
+      if (links[i].out.head_dim == links[j].out.head_dim &&
+          api::same_place(links[i].out, links[j].out)) {
         continue;
       }
       if (Status s = api::check_disjoint(api::view_of((name + ".out").c_str(), links[i].out),

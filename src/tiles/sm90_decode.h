@@ -13,7 +13,8 @@ namespace rafter::tiles {
 inline constexpr int kDecodeBlockKeys = 16;
 inline constexpr int kDecodeBlockRows = 8;
 inline constexpr int kDecodeFinishWarps = 4;  // take the results of the others
-/// Warps that load K and V: one asks the copy engine, or four copy 16 bytes a lane.
+/// Warps that load K and V at most: four copy 16 bytes a lane or ask for small boxes, one asks for
+/// large ones.
 inline constexpr int kDecodeMostLoadWarps = 4;
 /// K and V lie in shared memory in panels of 128 bytes of each row, as the copy engine's widest
 /// swizzle has them.

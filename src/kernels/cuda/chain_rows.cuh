@@ -398,14 +398,17 @@ std::string why_not(ChainParams params) {
   if (params.stages < kFewestChainStages) {
     return "the rows take too much shared memory";
   }
+  std::int64_t stripes = 0;
   for (int i = 0; i < params.count; ++i) {
     const ChainPhase& f = params.phases[i];
     const int multiple = Format::kStripe * (f.end == LinkEnd::swiglu ? 2 : 1);
     if (f.n % multiple != 0) {
       return "columns are in multiples of " + std::to_string(multiple);
     }
+    stripes += f.n / Format::kStripe;
   }
-  return {};
+  // one CTA may do all of it, and Teller counts the messages of a group in 16 bits
+  return stripes / kGroups<Format> + 2 * kMostPhases < 65536 ? "" : "there are too many columns";
 }
 
 template <typename Format>

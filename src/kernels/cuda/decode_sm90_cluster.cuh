@@ -1,9 +1,10 @@
 // decode_sm90 where every KV head of every sequence has a cluster of CTAs at once: few heads, or
 // one sequence. The cut and the arithmetic are those of decode_sm90.cuh, and so are the bits; what
 // is missing is what a CTA needs to go from unit to unit. CTA i of C has the parts i, i + C, … of
-// its head. Each of its warps copies its own keys (cp.async) and attends to them; the CTA merges
-// its warps and sends each CTA of the cluster a share of the columns through shared memory of the
-// cluster; each merges what it was sent in the order of the parts and writes it out.
+// its head. Eight warps copy their own keys (cp.async) and attend to them. Four others merge what
+// those have of a part, they themselves that of the last, and send each CTA of the cluster a share
+// of the columns through shared memory of the cluster; each merges what it was sent in the order of
+// the parts and writes it out.
 #pragma once
 
 #include "hw/cuda/cluster.cuh"

@@ -492,6 +492,26 @@ TEST(Chain, WhatTheLinkBeforeDoesNotWriteIsRefused) {
   const Status refused = step.chain(links);
   EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(refused.message().find("links[1]"), std::string::npos) << refused.message();
+  // a part of it has its address and strides
+  links = step.links();
+  links[2].x = columns(links[2].x, 0, 128);
+  links[2].weight = columns(links[2].weight, 0, 128);
+  const Status part = step.chain(links);
+  EXPECT_EQ(part.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(part.message().find("links[2].x"), std::string::npos) << part.message();
+}
+
+TEST(Chain, LinksWithoutColumnsAndPackedWeightsWithoutAnAddressAreRefused) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  const Format plain{"plain", {}, 0};
+  const Layer layer(DType::bf16, plain, kSmall);
+  const Step step(DType::bf16, 1, kSmall, layer);
+  Link none = step.links()[0], nowhere = none;
+  none.x.head_dim = none.weight.head_dim = 0;
+  EXPECT_NE(step.chain(std::vector<Link>{none}).message().find("x.head_dim"), std::string::npos);
+  nowhere.packed = {.dtype = DType::int8, .n = 16, .k = nowhere.x.head_dim};
+  EXPECT_NE(step.chain(std::vector<Link>{nowhere}).message().find("packed.data"),
+            std::string::npos);
 }
 
 TEST(Chain, WhatNoKernelTakesIsRefusedByName) {

@@ -1,5 +1,5 @@
 // A decode step's products between two attentions, with what stands between them, in one launch:
-// up to four phases of y = f(norm(x) weightᵀ), one or two rows x, weights in int4 or x's dtype.
+// up to four phases of y = f(norm(x) weightᵀ), one or two rows x, weights packed or in x's dtype.
 #include <type_traits>
 
 #include "kernels/cuda/chain_rows.cuh"
