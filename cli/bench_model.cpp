@@ -209,7 +209,7 @@ BenchRow fusing_row(const FusingResult& result, const Transformer& model,
   const std::string name = !result.launches_saved ? "saved by fusing"
                            : graph                ? "saved by fusing (graph)"
                                                   : "saved by fusing (stream)";
-  BenchRow row = model_row(result.point, model, name, saved, {times.saved, 1, Stop::settled});
+  BenchRow row = model_row(result.point, model, name, saved, {times.saved, 1, times.stop});
   row.kind = "fusing";  // a difference: no baseline is held against it
   row.kernel = "elementwise";
   row.predicted.time_s = predicted.time_s();

@@ -50,7 +50,9 @@ FusingTimes time_pairs(const TimedWork& fused, const TimedWork& apart, const Sto
     }
     times.saved = value_or_fail(paired_differences(without, with));
     const double width = times.saved.median_high - times.saved.median_low;
-    if (time_up || (spent >= rule.min_time_s && width < 0.1 * std::abs(times.saved.median))) {
+    const bool settled = spent >= rule.min_time_s && width < 0.1 * std::abs(times.saved.median);
+    if (settled || time_up) {
+      times.stop = settled ? Stop::settled : Stop::time_up;
       break;
     }
   }

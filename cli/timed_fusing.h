@@ -12,6 +12,7 @@ namespace rafter::cli {
 /// Pairs of steps, one of each kind; `saved` is of the differences, apart minus fused.
 struct FusingTimes {
   Statistics fused, apart, saved;
+  Stop stop = Stop::time_up;
 };
 
 struct FusingResult {
