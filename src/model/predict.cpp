@@ -56,7 +56,10 @@ double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_
 }
 
 double fused_seconds(const Cost& cost, const DeviceSpec& device) {
-  const bool fused = cost.kernels.size() == 1 && cost.kernels[0].name == "attention";
+  // The rate is one of head_dim 128: with more FLOPs for an exponential kernels are quicker.
+  constexpr double kMeasuredFlops = 4 * 128;
+  const bool fused = cost.kernels.size() == 1 && cost.kernels[0].name == "attention" &&
+                     cost.matmul_flops <= kMeasuredFlops * cost.exponentials;
   const Figure* const rate =
       device.find(fmt::format("attention_{}_flop_per_s", to_string(cost.dtype)));
   return fused && rate != nullptr ? cost.flops / rate->value : 0;

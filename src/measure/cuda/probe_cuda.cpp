@@ -386,12 +386,14 @@ Status attention(Prober& prober) {
       return done.status();
     };
     if (Status status = one(); !status) {
-      return status;
+      prober.missing(figure, status.message());
+      continue;
     }
     const double run_s = prober.options.quick ? 0.6 : 3;
     const Result<RateRun> run = run_rate(prober, one, kFlops * scores, run_s);
     if (!run) {
-      return run.status();
+      prober.missing(figure, run.status().message());
+      continue;
     }
     const auto& [burst, sustained] = parts_of(*run, run_s);
     const std::string how = fmt::format(

@@ -7,18 +7,13 @@
 #include <random>
 #include <vector>
 
-#include "hw/cuda/launch.h"
 #include "kernels/cuda/device_buffer.h"
 #include "kernels/cuda/mirror.h"
+#include "kernels/cuda/require_sm90.h"
 #include "support/append_case.h"
 
 namespace rafter::testing {
 namespace {
-
-#define RAFTER_SKIP_WITHOUT_SM90()                                         \
-  if (const std::string reason = cuda::why_not_sm90(0); !reason.empty()) { \
-    GTEST_SKIP() << "no sm_90 device: " << reason;                         \
-  }
 
 Status on_device(AppendScene& scene, const AppendInputs& in, const AppendOutputs& out) {
   const std::vector<Region> regions = scene.regions();

@@ -12,20 +12,13 @@
 #include <vector>
 
 #include "base/element.h"
-#include "hw/cuda/launch.h"
 #include "kernels/cuda/device_buffer.h"
+#include "kernels/cuda/require_sm90.h"
 #include "rafter/layers.h"
 #include "support/transformer_oracle.h"
 
 namespace rafter::testing {
 namespace {
-
-#define RAFTER_SKIP_WITHOUT_SM90()                                         \
-  if (const std::string reason = cuda::why_not_sm90(0); !reason.empty()) { \
-    GTEST_SKIP() << "no sm_90 device: " << reason;                         \
-  }
-
-void must(const Status& status) { ASSERT_TRUE(status) << status.message(); }
 
 constexpr float kEps = 1e-5f;
 constexpr std::int64_t kGap = 8;  // elements between rows

@@ -6,15 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "hw/cuda/launch.h"
 #include "kernels/cuda/mirror.h"
+#include "kernels/cuda/require_sm90.h"
 #include "support/attention_case.h"
 #include "support/placed.h"
-
-#define RAFTER_SKIP_WITHOUT_SM90()                                         \
-  if (const std::string reason = cuda::why_not_sm90(0); !reason.empty()) { \
-    GTEST_SKIP() << "no sm_90 device: " << reason;                         \
-  }
 
 namespace rafter::testing {
 

@@ -11,18 +11,13 @@
 #include <vector>
 
 #include "base/element.h"
-#include "hw/cuda/launch.h"
 #include "kernels/cuda/device_buffer.h"
+#include "kernels/cuda/require_sm90.h"
 #include "rafter/layers.h"
 #include "support/transformer_oracle.h"
 
 namespace rafter::testing {
 namespace {
-
-#define RAFTER_SKIP_WITHOUT_SM90()                                         \
-  if (const std::string reason = cuda::why_not_sm90(0); !reason.empty()) { \
-    GTEST_SKIP() << "no sm_90 device: " << reason;                         \
-  }
 
 /// A matrix whose rows lie `gap` elements further apart than they are long, on both sides alike.
 class Twin {
@@ -78,8 +73,6 @@ class Twin {
   TensorView view_;
   std::unique_ptr<DeviceBuffer> device_;
 };
-
-void must(const Status& status) { ASSERT_TRUE(status) << status.message(); }
 
 class LayersCuda : public ::testing::TestWithParam<DType> {};
 INSTANTIATE_TEST_SUITE_P(EveryDtype, LayersCuda,
