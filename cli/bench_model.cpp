@@ -103,6 +103,7 @@ BenchRow step_row(const StepResult& result, const Transformer& model, const This
   row.bound_s = budget.device_time_s;
   const double median_s = timing.seconds.median;
   row.kept["launches_counted"] = result.launches_counted ? Json(*result.launches_counted) : Json();
+  row.kept["predicted_launches"] = number(predicted_launches(result, model, machine.spec));
   row.more["predicted_gemm_time_s"] = number(budget.gemm_time_s);
   row.more["predicted_attention_time_s"] = number(budget.attention_time_s);
   row.more["predicted_elementwise_time_s"] = number(budget.elementwise_time_s);
@@ -173,10 +174,12 @@ void bench_interference(const ModelPoint& point, const Transformer& model, const
       value_or_fail(time_interference(point, *axes.beside_prefill, model, rule_of(common)));
   StepResult result;
   result.point = point;
-  for (const StepOperation& operation :
-       value_or_fail(session_at(model, point)).operations(Phase::decode)) {
+  const std::vector<StepOperation> operations =
+      value_or_fail(session_at(model, point)).operations(Phase::decode);
+  for (const StepOperation& operation : operations) {
     add_cost(operation.cost, result.cost);
   }
+  result.chained = is_chained(operations);
   const ModelBudget budget = budget_of(result, model, machine.spec, true);
   BenchRow row =
       model_row(point, model, "step (graph) beside a prefill", result.cost, both.decode_beside);

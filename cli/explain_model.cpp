@@ -96,7 +96,7 @@ struct ModelOptions {
   std::optional<bool> causal, fuse;
   std::optional<double> launches, memory_floor_s, gain;
   DType memory_floor_dtype = DType::bf16;
-  bool graph = false, all_logits = false, sustained = false;
+  bool graph = false, all_logits = false, sustained = false, chain = false;
 };
 
 std::int64_t batch_of(const ModelOptions& options) {
@@ -129,6 +129,7 @@ ModelStep step_of(const ModelOptions& options) {
   step.capacity_bytes = options.explain.capacity_bytes;
   step.page_size = options.model.page_size;
   step.fuse = options.fuse;
+  step.chain = options.chain;
   return step;
 }
 
@@ -183,6 +184,9 @@ void append_budget(Document& document, const ModelBudget& b) {
   fusing["bytes_time_s"] = number(b.fusing.bytes_time_s);
   fusing["launches"] = number(b.fusing.launches);
   fusing["launches_time_s"] = number(b.fusing.launches_time_s);
+  if (!b.fusing.launches_reason.empty()) {
+    fusing["launches_time_s_reason"] = b.fusing.launches_reason;
+  }
   document.set("fusing", std::move(fusing));
   document.set("tokens_per_s", b.tokens_per_s);
   if (b.max_batch) {
@@ -352,6 +356,9 @@ void add_phase(CLI::App& parent, Context& context, Phase phase) {
              "also solve for the length that gains this over unfused", {1, 1e6});
   } else {
     add_page_size(*command, options->model);
+    add_switch(*command, "--chain", options->chain,
+               "with --fuse 1: all from o to the next layer's q, k and v in one launch, as bench "
+               "model decodes one or two sequences with int8, e4m3 or int4 weights");
     add_length(*command, "--splits", options->splits, "parts of the keys");
     add_real(*command, "--memory-floor-s,--memory-floor-seconds", options->memory_floor_s,
              "time of reading the weights, in place of bytes over bandwidth", {1e-300, 1e300});

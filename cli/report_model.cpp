@@ -96,6 +96,7 @@ Json step_json(const StepResult& step, const Transformer& model, const DeviceSpe
               {"flops", number(step.cost.flops)},
               {"bytes", number(step.cost.bytes)},
               {"launches", number(step.cost.launches)},
+              {"predicted_launches", number(predicted_launches(step, model, spec))},
               {"launches_counted", step.launches_counted ? Json(*step.launches_counted) : Json()},
               {"intensity_flop_per_byte", number(step.cost.intensity())},
               {"ridge_flop_per_byte", number(budget.ridge_flop_per_byte)},

@@ -17,9 +17,11 @@ struct Side {
       : session(value_or_fail(session_at(model, point))),
         phase(point.phase),
         clock(model.device(), rule, session) {
-    for (const StepOperation& operation : session.operations(phase)) {
+    const std::vector<StepOperation> operations = session.operations(phase);
+    for (const StepOperation& operation : operations) {
       add_cost(operation.cost, cost);
     }
+    chained = is_chained(operations);
   }
   Work work() const {
     return [this] { return session.queue(phase, clock.stream()); };
@@ -28,6 +30,7 @@ struct Side {
   Phase phase;
   StepClock clock;
   Cost cost;
+  bool chained = false;
 };
 
 /// Pairs whose order turns from one to the next, so that a drift of the device's clock meets both.
@@ -72,6 +75,7 @@ FusingResult time_fusing(ModelPoint point, const Transformer& model, const StopR
   FusingResult result;
   result.point = point;
   result.fused = fused.cost;
+  result.chained = fused.chained;
   result.apart = apart.cost;
   result.convention = fused.session.convention(point.phase);
   const auto pairs = [&](Queueing queueing) {
@@ -112,8 +116,10 @@ FusingPrediction predict_fusing(const FusingResult& result, const Transformer& m
   const ModelBudget as_queued = budget_of(step, model, spec, graph);
   const bool launches_bind = as_queued.dispatch_time_s > as_queued.device_time_s;
   const bool has_graphs = spec.find("graph_launch_s") != nullptr;
-  return {launches_bind || !has_graphs ? as_queued.fusing
-                                       : budget_of(step, model, spec, true).fusing};
+  step.point.fuse = true;
+  step.cost = result.fused;
+  step.chained = result.chained;
+  return {budget_of(step, model, spec, launches_bind || !has_graphs ? graph : true).fusing};
 }
 
 }  // namespace rafter::cli

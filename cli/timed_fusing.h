@@ -18,6 +18,7 @@ struct FusingTimes {
 struct FusingResult {
   ModelPoint point;                            // fuse is true
   Cost fused, apart;                           // of the whole steps
+  bool chained = false;                        // of the fused one: StepResult's
   Convention convention;                       // of their attention
   FusingTimes stream;                          // launch by launch
   std::optional<FusingTimes> graph;            // CUDA, steps that are not long

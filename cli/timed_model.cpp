@@ -110,6 +110,11 @@ Convention launches_in(const DeviceSpec& spec, bool graph) {
   return convention;
 }
 
+bool is_chained(const std::vector<StepOperation>& operations) {
+  return std::ranges::any_of(
+      operations, [](const StepOperation& operation) { return operation.name == "chain"; });
+}
+
 void add_cost(const Cost& from, Cost& to) {
   to.matmul_flops += from.matmul_flops;
   to.softmax_flops += from.softmax_flops;
@@ -353,6 +358,7 @@ StepResult time_step(const ModelPoint& point, const Transformer& model, const De
     for (const OperationGroup& group : groups) {
       add_cost(group.cost, result.cost);
     }
+    result.chained = is_chained(operations);
     result.convention = session.convention(point.phase);
     result.unfused_score_block_rows = unfused_score_block_rows(model, point);
     if (cuda) {
@@ -486,7 +492,7 @@ void count_packed(const Transformer& model, const DeviceSpec& spec, ModelStep& s
 
 }  // namespace
 
-ModelBudget budget_of(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
+ModelStep budget_step(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
                       bool graph) {
   const ModelPoint& point = result.point;
   const bool decode = point.phase == Phase::decode;
@@ -497,13 +503,26 @@ ModelBudget budget_of(const StepResult& result, const Transformer& model, const 
                  .pipeline = decode ? Pipeline::split_kv : point.pipeline,
                  .kv_dtype = point.kv_dtype,
                  .fuse = point.fuse,
+                 .chain = result.chained,
                  .unfused_score_block_rows = result.unfused_score_block_rows};
   step.model.dtype = model.dtype();
   step.graph = graph;
+  count_packed(model, spec, step);
+  return step;
+}
+
+ModelBudget budget_of(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
+                      bool graph) {
+  ModelStep step = budget_step(result, model, spec, graph);
   step.launches = result.launches_counted ? static_cast<double>(*result.launches_counted)
                                           : result.cost.launches;
-  count_packed(model, spec, step);
   return value_or_fail(model_budget(step, spec, result.convention));
+}
+
+double predicted_launches(const StepResult& result, const Transformer& model,
+                          const DeviceSpec& spec) {
+  const ModelStep step = budget_step(result, model, spec, false);
+  return value_or_fail(model_budget(step, spec, result.convention)).launches;
 }
 
 std::string what_moves(const OperationResult& operation) {

@@ -56,6 +56,8 @@ struct OperationGroup {
   Status queue(Stream stream) const;
 };
 std::vector<OperationGroup> groups_of(const std::vector<StepOperation>& operations);
+/// Whether the step has chains of products.
+bool is_chained(const std::vector<StepOperation>& operations);
 /// Adds up what an operation costs.
 void add_cost(const Cost& from, Cost& to);
 
@@ -99,6 +101,7 @@ struct OperationResult {
 struct StepResult {
   ModelPoint point;
   Cost cost;
+  bool chained = false;   // products between two attentions in one launch
   Convention convention;  // of its attention
   /// Rows whose scores land together where the pipeline is the unfused one; unset: none here.
   std::optional<double> unfused_score_block_rows;
@@ -129,9 +132,15 @@ struct Interference {
 Result<Interference> time_interference(const ModelPoint& decode, std::int64_t prefill_seqlen,
                                        const Transformer& model, const StopRule& rule);
 
-/// The budget of the step that was timed, on that device.
+/// The step of a budget, its launches left to be counted from the structure.
+ModelStep budget_step(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
+                      bool graph);
+/// The budget of the step that was timed, on that device, with the launches that it has.
 ModelBudget budget_of(const StepResult& result, const Transformer& model, const DeviceSpec& spec,
                       bool graph);
+/// Launches of the step by the model's structure alone.
+double predicted_launches(const StepResult& result, const Transformer& model,
+                          const DeviceSpec& spec);
 
 /// What would move an operation, in a phrase: by the wall measured, or the model's where the
 /// measurement names none.

@@ -90,16 +90,23 @@ struct ModelStep {
   /// behind it, RoPE with the append, SiLU with its product; false, each by itself. Unset, as
   /// textbooks count: SwiGLU in one kernel, the others and all products by themselves.
   std::optional<bool> fuse = {};
+  /// Decode with fuse = true and no experts: all from o to the next layer's q, k and v in one
+  /// launch, norms and SwiGLU among it, as TransformerSession queues one or two sequences with
+  /// packed weights.
+  bool chain = false;
   /// Convention::score_block_rows of the unfused attention that the step is compared with; unset:
   /// the convention's.
   std::optional<double> unfused_score_block_rows = {};
 };
-/// What fusing the elementwise functions saves of a step, ModelStep::fuse true over false: bytes
-/// and launches, and the time of each by itself, as if nothing else hid it.
+/// What fusing the elementwise functions saves of a step, ModelStep::fuse true (and chain, where
+/// the step has it) over false: bytes and launches, and the time of each by itself, as if nothing
+/// else hid it.
 struct FuseSaving {
   double bytes = 0, launches = 0;
   double bytes_time_s = 0;     // at the bandwidth
-  double launches_time_s = 0;  // of a graph's nodes, or launch by launch; NaN as dispatch_time_s
+  double launches_time_s = 0;  // of a graph's nodes, or launch by launch; NaN where the device has
+                               // no such figure and none was given: launches_reason says so
+  std::string launches_reason;
 };
 /// share of the step's unfused time that attention takes, how much faster it becomes, and what the
 /// whole gains: 1 / (1 − share + share / speedup), at most 1 / (1 − share).

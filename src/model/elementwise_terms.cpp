@@ -21,9 +21,12 @@ class Sum {
 };
 
 /// A kernel for each function, or one for those that follow each other, as TransformerSession
-/// queues them; `turned_before`: rows turn before the append whatever is fused.
-void add_session(const ModelStep& step, double tokens, double logits, bool fuse, bool turned_before,
-                 Sum& sum) {
+/// queues them; `turned_before`: rows turn before the append whatever is fused. In a chain a
+/// product takes the norm of its x with it, and adds its columns to what it reads of the residual
+/// stream.
+void add_session(const ModelStep& step, double tokens, double logits, Elementwise how,
+                 bool turned_before, Sum& sum) {
+  const bool fuse = how.fuse.value_or(false);
   const ModelConfig& m = step.model;
   const auto layers = static_cast<double>(m.num_layers);
   const double h = tokens * static_cast<double>(m.hidden_size);
@@ -31,7 +34,12 @@ void add_session(const ModelStep& step, double tokens, double logits, bool fuse,
   const double kv = tokens * static_cast<double>(m.heads_kv * m.head_dim);
   const double mlps = m.has_experts() ? static_cast<double>(m.experts_per_token) : 1;
   const double f = tokens * static_cast<double>(m.intermediate_size) * mlps;
-  if (fuse) {
+  if (how.chain) {
+    sum.add(1, h, 2, 4);  // the last norm is behind the last chain
+    sum.add(2 * layers, h, 1, 5);
+    sum.terms.flops += layers * f * 5;
+    sum.terms.kernels -= 2 * layers;
+  } else if (fuse) {
     sum.add(1, h, 2, 4);  // before the first layer there is nothing to add
     sum.add(2 * layers, h, 4, 5);
     sum.add(layers, f, 3, 5);
@@ -82,14 +90,14 @@ void add_textbook(const ModelConfig& m, double tokens, double logits, Sum& sum) 
 }  // namespace
 
 ElementwiseTerms elementwise_terms(const ModelStep& step, double tokens, double logits,
-                                   DType kv_dtype, std::optional<bool> fuse) {
+                                   DType kv_dtype, Elementwise how) {
   const ModelConfig& m = step.model;
   const auto layers = static_cast<double>(m.num_layers);
   Sum sum(m.dtype);
-  if (fuse) {
+  if (how.fuse) {
     // A prefill attends to its own rows where those of the cache are rounded: they turn first.
     const bool turned_before = step.phase == Phase::prefill && kv_dtype != m.dtype;
-    add_session(step, tokens, logits, *fuse, turned_before, sum);
+    add_session(step, tokens, logits, how, turned_before, sum);
   } else {
     add_textbook(m, tokens, logits, sum);
   }

@@ -16,6 +16,7 @@
 namespace rafter {
 
 using model::check_range;
+using model::Elementwise;
 using model::first_error;
 
 namespace {
@@ -190,13 +191,13 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
 }
 
 /// Elementwise kernels, and the parameters of norms and biases.
-Work elementwise_of(const Step& step, std::optional<bool> fuse) {
+Work elementwise_of(const Step& step, Elementwise how) {
   if (!step.convention.count_elementwise) {
     return {};
   }
   const ModelConfig& m = step.request.model;
   const model::ElementwiseTerms terms =
-      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, fuse);
+      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, how);
   Work w{terms.flops, terms.bytes, 0};
   const double tied = m.tie_word_embeddings ? 0 : step.params.head;
   const double others = std::max(0.0, step.params.total - step.params.embedding - tied -
@@ -206,21 +207,25 @@ Work elementwise_of(const Step& step, std::optional<bool> fuse) {
                        w.bytes / step.bandwidth());
   return w;
 }
-Work elementwise_of(const Step& step) { return elementwise_of(step, step.request.fuse); }
+Work elementwise_of(const Step& step) {
+  return elementwise_of(step, {step.request.fuse, step.request.chain});
+}
 
 /// Per layer: norm, q, k, v, RoPE, append, attention, o, add, norm, gate, up, SwiGLU, down, add;
 /// beside them the embedding, the last norm, the head and the sampling. With `fuse` as a session
-/// queues them: q, k and v in one product, gate and up in one, no sampling. Experts: grouped
-/// products, and the router, its choice and the sum of a token's experts.
-double counted_launches(const Step& step, double attention_launches, std::optional<bool> fuse) {
+/// queues them: q, k and v in one product, gate and up in one, no sampling; in a chain all four
+/// products of a layer, and one of q, k and v before the first. Experts: grouped products, and the
+/// router, its choice and the sum of a token's experts.
+double counted_launches(const Step& step, double attention_launches, Elementwise how) {
   const double experts = step.request.model.has_experts() ? 3 : 0;
-  if (!fuse) {
+  if (!how.fuse) {
     return step.layers() * (14 + experts + attention_launches) + 4;
   }
   const double elementwise =
-      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, fuse)
+      model::elementwise_terms(step.request, step.tokens(), step.logits(), step.kv_dtype, how)
           .kernels;
-  return elementwise + step.layers() * (4 + experts + attention_launches) + 1;
+  const double products = how.chain ? 1 + step.layers() : 4 * step.layers();
+  return elementwise + products + step.layers() * (experts + attention_launches) + 1;
 }
 
 /// Seconds of a figure from the convention or the device; NaN and the reason where neither has it.
@@ -254,14 +259,16 @@ model::Dispatch step_dispatch(const Step& step, double launches, const DeviceSpe
 FuseSaving fuse_saving_of(const Step& step, double attention_launches, const DeviceSpec& device) {
   const Convention& c = step.convention;
   FuseSaving saving;
-  saving.bytes = elementwise_of(step, false).bytes - elementwise_of(step, true).bytes;
-  saving.launches = counted_launches(step, attention_launches, false) -
-                    counted_launches(step, attention_launches, true);
+  const Elementwise apart{false}, fused{true, step.request.chain};
+  saving.bytes = elementwise_of(step, apart).bytes - elementwise_of(step, fused).bytes;
+  saving.launches = counted_launches(step, attention_launches, apart) -
+                    counted_launches(step, attention_launches, fused);
   saving.bytes_time_s = saving.bytes / step.bandwidth();
   const model::Dispatch each = step.request.graph
                                    ? seconds_of("graph_launch_s", c.graph_launch_s, device)
                                    : seconds_of("launch_s", c.launch_s, device);
   saving.launches_time_s = saving.launches * each.seconds;
+  saving.launches_reason = each.reason;
   return saving;
 }
 
@@ -347,7 +354,8 @@ ModelBudget budget_at(const Step& step, const DeviceSpec& device) {
   b.device_time_s = b.gemm_time_s + b.attention_time_s + b.elementwise_time_s;
 
   const auto launches_with = [&](const Attention& a) {
-    return request.launches.value_or(counted_launches(step, a.launches_per_layer, request.fuse));
+    return request.launches.value_or(
+        counted_launches(step, a.launches_per_layer, {request.fuse, request.chain}));
   };
   b.launches = launches_with(attention);
   b.launches_per_layer = b.launches / step.layers();
@@ -407,6 +415,11 @@ Status check_step(const ModelStep& s, const Convention& c) {
           : Status::ok());
   if (!checked) {
     return checked;
+  }
+  if (s.chain && (s.phase != Phase::decode || s.fuse != true || s.model.has_experts())) {
+    return Status::invalid_argument(
+        "chain", "true",
+        "false, but for a decode step with fuse = true of a model without experts");
   }
   if (s.splits > 1 && s.pipeline != Pipeline::split_kv) {
     return Status::invalid_argument("splits", std::to_string(s.splits),

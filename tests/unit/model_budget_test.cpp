@@ -216,6 +216,50 @@ TEST(ModelBudget, AnUnknownLaunchCostIsNotZero) {
   EXPECT_TRUE(std::isnan(b.dispatch_fraction));
   EXPECT_THAT(b.dispatch_reason, testing::HasSubstr("launch_s"));
   EXPECT_EQ(b.time_s, b.device_time_s);
+  EXPECT_TRUE(std::isnan(b.fusing.launches_time_s));
+  EXPECT_EQ(b.fusing.launches_reason, b.dispatch_reason);
+  ModelStep graph = decode(10);
+  graph.graph = true;
+  const ModelBudget captured = must(model_budget(graph, *find_device("device-r")));
+  EXPECT_THAT(captured.fusing.launches_reason, testing::HasSubstr("graph_launch_s"));
+  EXPECT_EQ(must(model_budget(graph, *find_device("h200"))).fusing.launches_reason, "");
+}
+
+/// A layer is attention and the append beside the chain, and norms of q and k where there are any;
+/// around them the embedding, the first q, k and v, the last norm, the head and the lengths.
+TEST(ModelBudget, AChainIsOneLaunchFromOneAttentionToTheNext) {
+  const DeviceSpec h200 = *find_device("h200");
+  for (const bool normed : {false, true}) {
+    ModelStep step = decode(4096);
+    step.model.qk_norm = normed;
+    step.fuse = true;
+    const ModelBudget apart = must(model_budget(step, h200));
+    step.chain = true;
+    const ModelBudget chained = must(model_budget(step, h200));
+    const double layers = 32, h = 4096, f = 11008, size = 2;
+    EXPECT_EQ(chained.launches, layers * (normed ? 5 : 3) + 5);
+    EXPECT_EQ(apart.launches - chained.launches, 6 * layers - 1);
+    EXPECT_EQ(chained.flops, apart.flops);
+    // Norms read what they add alone and write nothing; SwiGLU neither reads nor writes.
+    EXPECT_EQ(apart.bytes - chained.bytes, layers * size * (2 * 3 * h + 3 * f));
+    EXPECT_EQ(chained.fusing.launches, apart.fusing.launches + 6 * layers - 1);
+    EXPECT_EQ(chained.fusing.bytes - apart.fusing.bytes, apart.bytes - chained.bytes);
+  }
+}
+
+TEST(ModelBudget, AChainWhereNoneRunsIsRefused) {
+  const DeviceSpec h200 = *find_device("h200");
+  ModelStep step = decode(4096);
+  step.chain = true;
+  EXPECT_EQ(model_budget(step, h200).status().parameter(), "chain");
+  step.fuse = true;
+  EXPECT_TRUE(model_budget(step, h200));
+  ModelStep experts = step, whole = step;
+  experts.model.num_experts = 8;
+  experts.model.experts_per_token = 2;
+  EXPECT_EQ(model_budget(experts, h200).status().parameter(), "chain");
+  whole.phase = Phase::prefill;
+  EXPECT_EQ(model_budget(whole, h200).status().parameter(), "chain");
 }
 
 TEST(ModelBudget, FusingSavesThePassesAndLaunchesThatItLeavesOut) {

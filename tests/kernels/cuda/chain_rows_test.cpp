@@ -468,6 +468,14 @@ TEST(TransformerCuda, AStepOfFewSequencesChainsItsProducts) {
         EXPECT_EQ(chains, fuse && batch < 3 && weights.dtype ? config.model.num_layers + 1 : 0);
         if (batch < 3) {
           EXPECT_EQ(static_cast<double>(session->count_launches(Phase::decode).value()), said);
+          const ModelStep step{.model = config.model,
+                               .phase = Phase::decode,
+                               .seqlen = 10,
+                               .batch = static_cast<std::int64_t>(batch),
+                               .pipeline = Pipeline::split_kv,
+                               .fuse = fuse,
+                               .chain = chains > 0};
+          EXPECT_EQ(model_budget(step, *find_device("h200"))->launches, said);
         }
       }
     }
