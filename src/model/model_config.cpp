@@ -137,6 +137,8 @@ constexpr std::string_view kUnderstoodKeys[] = {"model_type",
                                                 "partial_rotary_factor",
                                                 "qkv_bias",
                                                 "hidden_act"};
+constexpr const char* kFalseKeys[] = {"use_mrope", "rope_interleaved", "add_cross_attention",
+                                      "tie_encoder_decoder"};
 constexpr std::string_view kExpertKeys[] = {
     "num_experts",         "num_local_experts",   "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "mlp_only_layers",     "norm_topk_prob",      "router_aux_loss_coef",
@@ -172,7 +174,15 @@ constexpr std::string_view kHarmlessKeys[] = {"architectures",
                                               "is_encoder_decoder",
                                               "hidden_dropout",
                                               "task_specific_params",
-                                              "tokenizer_class"};
+                                              "tokenizer_class",
+                                              "is_llama_config",
+                                              "transformers.js_config",
+                                              "unsloth_fixed",
+                                              "unsloth_version",
+                                              "torchscript",
+                                              "num_beams",
+                                              "length_penalty",
+                                              "typical_p"};
 
 /// Every key is one that is understood or known to be harmless: a model that is counted as another
 /// would be counted wrong.
@@ -181,7 +191,7 @@ void check_keys(const json& document, bool has_experts, Reader& read) {
     return std::ranges::find(keys, key) != std::ranges::end(keys);
   };
   for (const auto& [key, value] : document.items()) {
-    if (!among(kUnderstoodKeys, key) && !among(kHarmlessKeys, key) &&
+    if (!among(kUnderstoodKeys, key) && !among(kFalseKeys, key) && !among(kHarmlessKeys, key) &&
         !(has_experts && among(kExpertKeys, key)) && !key.starts_with('_') && !value.is_null()) {
       read.fail(Status::unsupported(key, Reader::shown(value),
                                     "it is not known whether it changes what the model computes"));
@@ -208,6 +218,96 @@ void read_experts(const json& document, const std::string& type, Reader& read, M
     read.fail(Status::unsupported(step != 1 ? "decoder_sparse_step" : "mlp_only_layers",
                                   step != 1 ? std::to_string(step) : "some layers",
                                   "experts in every layer are counted"));
+  }
+}
+
+/// One window for all layers, or none. Qwen publishes a window and turns it on by a flag, from a
+/// layer on, or layer by layer in layer_types; others mean it when it is there.
+void read_windows(const json& document, const std::string& type, Reader& read, ModelConfig& m) {
+  const bool qwen = type.starts_with("qwen");
+  if (!qwen || read.flag("use_sliding_window", false)) {
+    m.sliding_window = read.count("sliding_window", 0, 1, model::kMaxLength);
+  }
+  const auto given = [&](const char* key) {
+    const auto found = document.find(key);
+    return found == document.end() || found->is_null() ? nullptr : &*found;
+  };
+  const json* const types = given("layer_types");
+  if (types == nullptr) {
+    // Without a number transformers takes one of its own: it is asked for.
+    const bool counted = m.sliding_window > 0 && (type == "qwen2" || type == "qwen3");
+    if (counted || (m.sliding_window > 0 && given("max_window_layers") != nullptr)) {
+      const std::int64_t full = read.count("max_window_layers", {}, 0, model::kMaxLayers);
+      if (full >= m.num_layers) {  // the first so many layers see all
+        m.sliding_window = 0;
+      } else if (full > 0) {
+        read.fail(Status::unsupported("max_window_layers", std::to_string(full),
+                                      "a window in some layers and not in others is not built"));
+      }
+    }
+    return;
+  }
+  if (!types->is_array() || static_cast<std::int64_t>(types->size()) != m.num_layers) {
+    read.fail(Status::invalid_argument("layer_types", Reader::shown(*types),
+                                       fmt::format("a list of {}", m.num_layers)));
+    return;
+  }
+  const json& first = (*types)[0];
+  for (const json& each : *types) {
+    if (each != first) {
+      read.fail(Status::unsupported(
+          "layer_types", fmt::format("{} beside {}", Reader::shown(first), Reader::shown(each)),
+          "all layers are of one type"));
+      return;
+    }
+  }
+  if (first == "full_attention") {
+    m.sliding_window = 0;
+  } else if (first != "sliding_attention" || m.sliding_window == 0) {
+    read.fail(Status::unsupported("layer_types", Reader::shown(first),
+                                  "full_attention, and sliding_attention with a sliding_window"));
+  }
+}
+
+/// A flag of biases where models of the type have none of the kind, so that it would be a guess
+/// whether it means anything; and qkv_bias, which some write for what the type says already.
+void check_biases(const std::string& type, Reader& read, const ModelConfig& m) {
+  const auto refuse = [&](const char* key, bool known) {
+    if (!known && read.flag(key, false)) {
+      read.fail(Status::unsupported(key, "true", fmt::format("{} has no such biases", type)));
+    }
+  };
+  refuse("attention_bias", type.empty() || type == "llama" || type.starts_with("qwen3"));
+  refuse("mlp_bias", type.empty() || type == "llama");
+  const bool has = m.qkv_bias || m.attention_bias;
+  if (read.flag("qkv_bias", has) != has) {
+    read.fail(Status::unsupported("qkv_bias", has ? "false" : "true",
+                                  fmt::format("{} is what the model_type has", has)));
+  }
+}
+
+/// Keys that some publish with the value that every model here has; any other is refused.
+void check_settled(const json& document, Reader& read) {
+  for (const char* const key : kFalseKeys) {
+    if (read.flag(key, false)) {
+      read.fail(Status::unsupported(key, "true", "false"));
+    }
+  }
+  const auto whole = [&](const json& object, const std::string& prefix) {
+    const auto found = object.find("partial_rotary_factor");
+    if (found == object.end() || found->is_null()) {
+      return;
+    }
+    if (!found->is_number() || found->get<double>() != 1) {
+      read.fail(Status::unsupported(prefix + "partial_rotary_factor", Reader::shown(*found),
+                                    "1: heads turn as a whole"));
+    }
+  };
+  whole(document, "");
+  for (const char* const key : {"rope_scaling", "rope_parameters"}) {
+    if (const auto found = document.find(key); found != document.end() && found->is_object()) {
+      whole(*found, std::string(key) + ".");
+    }
   }
 }
 
@@ -292,10 +392,9 @@ Result<ModelConfig> parse_model(std::string_view text, std::string_view name) {
   m.mlp_bias = read.flag("mlp_bias", false);
   m.dtype = published_dtype(read);
   read_experts(document, type, read, m);
-  // Qwen publishes a window and turns it on by a flag; others mean it when it is there.
-  if (!type.starts_with("qwen") || read.flag("use_sliding_window", false)) {
-    m.sliding_window = read.count("sliding_window", 0, 1, model::kMaxLength);
-  }
+  read_windows(document, type, read, m);
+  check_biases(type, read, m);
+  check_settled(document, read);
   const std::string activation = read.text("hidden_act");
   if (!activation.empty() && activation != "silu" && activation != "swish") {
     read.fail(Status::unsupported("hidden_act", activation, "silu"));

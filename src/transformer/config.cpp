@@ -54,15 +54,6 @@ class Reader {
     }
     return number;
   }
-  std::int64_t count(const char* key, std::int64_t fallback) {
-    const json* const value = find(key);
-    if (value != nullptr &&
-        (!value->is_number_integer() || value->get<double>() < 0 || value->get<double>() > 1e15)) {
-      fail(Status::invalid_argument(prefix_ + key, shown(*value), "a whole number of 0 or more"));
-      return fallback;
-    }
-    return value == nullptr ? fallback : value->get<std::int64_t>();
-  }
   void fail(Status status) {
     if (status_) {
       status_ = std::move(status);
@@ -125,10 +116,6 @@ Status read_scaling(const json& object, const std::string& name, RopeConfig& rop
                                          "more than low_freq_factor"));
     }
   }
-  if (read.positive("partial_rotary_factor", 1.0, 1) != 1) {
-    read.fail(Status::unsupported(name + ".partial_rotary_factor", "less than 1",
-                                  "heads turn as a whole"));
-  }
   return read.status();
 }
 
@@ -162,56 +149,7 @@ Status read_rope(const json& document, Reader& read, RopeConfig& rope) {
       document["rope_scaling"] != document["rope_parameters"]) {
     return Status::invalid_argument("rope_scaling", "beside rope_parameters", "one of the two");
   }
-  if (read.positive("partial_rotary_factor", 1.0, 1) != 1) {
-    return Status::unsupported("partial_rotary_factor", "less than 1", "heads turn as a whole");
-  }
   return read.status();
-}
-
-/// One window for all layers, or none: from sliding_window, Qwen's max_window_layers, layer_types.
-Status read_windows(Reader& read, ModelConfig& model) {
-  if (model.sliding_window > 0 && read.find("max_window_layers") != nullptr) {
-    const std::int64_t full = read.count("max_window_layers", 0);
-    if (full >= model.num_layers) {  // the first so many layers see all
-      model.sliding_window = 0;
-    } else if (full > 0) {
-      return Status::unsupported("max_window_layers", fmt::format("{}", full),
-                                 "a window in some layers and not in others is not built");
-    }
-  }
-  const json* const types = read.find("layer_types");
-  if (types == nullptr) {
-    return read.status();
-  }
-  if (!types->is_array() || static_cast<std::int64_t>(types->size()) != model.num_layers) {
-    return Status::invalid_argument("layer_types", shown(*types),
-                                    fmt::format("a list of {}", model.num_layers));
-  }
-  const json& first = (*types)[0];
-  for (const json& type : *types) {
-    if (type != first) {
-      return Status::unsupported("layer_types",
-                                 fmt::format("{} beside {}", shown(first), shown(type)),
-                                 "all layers are of one type");
-    }
-  }
-  if (first == "full_attention") {
-    model.sliding_window = 0;
-  } else if (first != "sliding_attention" || model.sliding_window == 0) {
-    return Status::unsupported("layer_types", shown(first),
-                               "full_attention, and sliding_attention with a sliding_window");
-  }
-  return read.status();
-}
-
-/// qkv_bias is what some write for what the model type says already.
-Status check_qkv_bias(const Reader& read, const ModelConfig& model) {
-  const json* const given = read.find("qkv_bias");
-  const bool has = model.qkv_bias || model.attention_bias;
-  return given == nullptr || *given == has
-             ? Status::ok()
-             : Status::unsupported("qkv_bias", shown(*given),
-                                   fmt::format("{} is what the model_type has", has));
 }
 
 }  // namespace
@@ -254,11 +192,8 @@ Result<TransformerConfig> parse_transformer(std::string_view text, std::string_v
   const json document = json::parse(text, nullptr, false);
   Reader read(document, "");
   config.rms_norm_eps = read.positive("rms_norm_eps", 1e-6, 1);
-  for (Status s : {read_rope(document, read, config.rope), read_windows(read, config.model),
-                   check_qkv_bias(read, config.model)}) {
-    if (!s) {
-      return s;
-    }
+  if (Status s = read_rope(document, read, config.rope); !s) {
+    return s;
   }
   if (config.model.head_dim % 2 != 0 || config.model.head_dim > 256) {
     return Status::unsupported("head_dim", fmt::format("{}", config.model.head_dim),

@@ -99,6 +99,8 @@ TEST(TransformerConfig, WindowsOfAllLayersOrOfNone) {
   };
   EXPECT_EQ(window(), "0");  // turned off by default
   document["use_sliding_window"] = true;
+  EXPECT_EQ(window(), "max_window_layers");  // transformers would take 28
+  document["max_window_layers"] = 0;
   EXPECT_EQ(window(), "4096");
   document["max_window_layers"] = 32;
   EXPECT_EQ(window(), "0");
@@ -111,6 +113,40 @@ TEST(TransformerConfig, WindowsOfAllLayersOrOfNone) {
   EXPECT_EQ(window(), "layer_types");
   document["layer_types"] = {"full_attention"};
   EXPECT_EQ(window(), "layer_types");
+  document["layer_types"] = std::vector<std::string>(32, "sliding_attention");
+  document["max_window_layers"] = 28;  // of use where layers have no types
+  EXPECT_EQ(window(), "4096");
+  document["use_sliding_window"] = false;
+  EXPECT_EQ(window(), "layer_types");
+}
+
+/// What is refused to be run must not be counted as something else.
+TEST(TransformerConfig, ThePlannerRefusesTheSameWindowsAndBiases) {
+  const auto planned = [](const char* type, const json& changes) {
+    json document = json::parse(kLlama31);
+    document["model_type"] = type;
+    document.update(changes);
+    const Result<ModelConfig> model = parse_model(document.dump());
+    return model ? std::string("accepted") : model.status().parameter();
+  };
+  const json window = {{"sliding_window", 1024}, {"use_sliding_window", true}};
+  json some = window, types = window;
+  some["max_window_layers"] = 16;
+  types["layer_types"] = std::vector<std::string>(32, "full_attention");
+  types["layer_types"][3] = "sliding_attention";
+  EXPECT_EQ(planned("qwen2", some), "max_window_layers");
+  EXPECT_EQ(planned("qwen3", types), "layer_types");
+  EXPECT_EQ(planned("qwen3", {{"attention_bias", true}}), "accepted");
+  EXPECT_EQ(planned("mistral", {{"attention_bias", true}}), "attention_bias");
+  EXPECT_EQ(planned("qwen2", {{"attention_bias", true}}), "attention_bias");
+  EXPECT_EQ(planned("qwen2", {{"mlp_bias", true}}), "mlp_bias");
+  EXPECT_EQ(planned("llama", {{"qkv_bias", true}}), "qkv_bias");
+  EXPECT_EQ(planned("llama", {{"rope_parameters", {{"partial_rotary_factor", 0.5}}}}),
+            "rope_parameters.partial_rotary_factor");
+  for (const char* const key : {"use_mrope", "rope_interleaved"}) {
+    EXPECT_EQ(planned("qwen2", {{key, true}}), key);
+    EXPECT_EQ(planned("qwen2", {{key, false}}), "accepted");
+  }
 }
 
 TEST(TransformerConfig, RefusesByNameWhatItDoesNotUnderstand) {
