@@ -316,7 +316,7 @@ std::map<std::string, WallEvidence> operation_evidence(const ModelPoint& point,
 namespace {
 
 /// Blocks of rows that the unfused pipeline takes whole on the model's prompts, as its plan has
-/// them; unset where no kernel runs it.
+/// them; visible scores alone where no kernel runs it.
 std::optional<double> unfused_score_block_rows(const Transformer& model, const ModelPoint& point) {
   if (point.phase == Phase::decode) {
     return std::nullopt;  // no scores land
@@ -335,7 +335,7 @@ std::optional<double> unfused_score_block_rows(const Transformer& model, const M
     prompts.total_q = prompts.total_kv = point.batch * point.seqlen;
   }
   const Result<Plan> unfused = plan(prompts, model.device(), {.pipeline = Pipeline::unfused});
-  return unfused ? std::optional(unfused->convention().score_block_rows) : std::nullopt;
+  return unfused ? unfused->convention().score_block_rows : 0;
 }
 
 }  // namespace

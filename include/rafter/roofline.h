@@ -93,8 +93,9 @@ struct Convention {
                                             // 4 unfused, 2 half-fused, 0 fused and split-kv
   std::optional<double> backward_score_passes = {};  // unset: 7 unfused, 5 half-fused, 0 fused
   std::optional<DType> score_dtype = {};             // of scores that land; unset: the problem's
-  double score_block_rows = 0;  // query rows whose scores land together, over the keys that some of
-                                // them sees under a mask; 0: visible scores alone (forward)
+  double score_block_rows = 0;  // query rows that are multiplied together, over the keys that some
+                                // of them sees under a mask, and whose scores then land, where any
+                                // do; 0: visible scores alone (forward)
   CountQkvo count_qkvo = CountQkvo::always;
   bool count_lse = true;
   bool count_indices = true;   // page tables, lengths
@@ -197,6 +198,7 @@ struct Cost {
 
   double pairs = 0;         // visible (query, key) pairs over batch and query heads
   double exponentials = 0;  // of those flops
+  double tile_flops = 0;    // of a fused forward pass, blocks of score_block_rows whole; else flops
   double kv_bytes = 0;      // K and V (with scales) read; decode
   std::vector<KernelCost> kernels;
   // For the ceilings below the roof; 0 where the notion does not apply.

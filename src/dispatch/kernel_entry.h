@@ -81,8 +81,8 @@ struct KernelEntry {
   bool tree_mask = false;             // takes problems with a tree mask
   /// Parts into which it would split the keys of a sequence of seqlen_kv; null: never splits.
   std::int64_t (*splits)(const KernelProblem&) = nullptr;
-  /// Where scores land: query rows whose products are taken together over the keys that some of
-  /// them sees, as Convention::score_block_rows; null: only visible scores are counted.
+  /// Query rows whose products are taken together over the keys that some of them sees, as
+  /// Convention::score_block_rows; null: only visible scores are counted.
   std::int64_t (*score_block_rows)(const KernelProblem&) = nullptr;
 
   Pass pass() const { return backward != nullptr ? Pass::backward : Pass::forward; }

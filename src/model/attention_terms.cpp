@@ -53,12 +53,16 @@ class Builder {
 
   Cost finish(const AttentionShape& shape) {
     cost_.flops = cost_.matmul_flops + cost_.softmax_flops;
+    cost_.tile_flops = cost_.flops * whole_;
     cost_.untiled_bytes = cost_.matmul_flops * bytes_of(shape.dtype);
     return std::move(cost_);
   }
   Cost& cost() { return cost_; }
+  /// Blocks that a mask cuts are computed whole: so many times the visible pairs.
+  void compute_whole(double times) { whole_ = times; }
 
  private:
+  double whole_ = 1;
   Cost cost_;
 };
 
@@ -220,6 +224,7 @@ Cost forward_terms(const AttentionShape& shape, const AttentionTotals& totals, P
     build.move("v", s.v, s.b_kv);
   } else {
     build.kernel("attention", qk_flops + pv_flops, softmax_flops);
+    build.compute_whole(totals.pairs > 0 ? totals.landed_pairs / totals.pairs : 1);
     read_q_and_k();
     build.move("v", s.v, s.b_kv);
     build.move("scores", passes * pairs, b_scores);

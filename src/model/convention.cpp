@@ -172,8 +172,8 @@ std::vector<Field> attention_fields() {
                       "passes of score matrices through memory, backward"),
       score_dtype_field(),
       {{"score_block_rows", "a whole number from 0 up",
-        "query rows whose scores land together over the keys that some of them sees; 0: visible "
-        "scores alone"},
+        "query rows that are multiplied (and land) together over the keys that some of them sees; "
+        "0: visible scores alone"},
        [](Convention& c, std::string_view text) {
          const std::optional<double> value = parse_number(text);
          const bool allowed =

@@ -62,7 +62,7 @@ double fused_seconds(const Cost& cost, const DeviceSpec& device) {
                      cost.matmul_flops <= kMeasuredFlops * cost.exponentials;
   const Figure* const rate =
       device.find(fmt::format("attention_{}_flop_per_s", to_string(cost.dtype)));
-  return fused && rate != nullptr ? cost.flops / rate->value : 0;
+  return fused && rate != nullptr ? cost.tile_flops / rate->value : 0;
 }
 
 }  // namespace model

@@ -310,8 +310,11 @@ TEST(AttentionCost, BlocksOfRowsLandWithTheKeysThatSomeOfThemSees) {
           const Cost half = must(attention_cost(p, Pipeline::half_fused, Pass::forward, c));
           EXPECT_EQ(half.matmul_flops, 2 * landed * 5 + 2 * pairs * 7);
           EXPECT_EQ(term(half, "scores"), (landed + pairs) * 2);
-          EXPECT_EQ(must(attention_cost(p, Pipeline::fused, Pass::forward, c)).bytes,
-                    must(attention_cost(p, Pipeline::fused)).bytes);
+          const Cost fused = must(attention_cost(p, Pipeline::fused, Pass::forward, c));
+          EXPECT_EQ(fused.bytes, must(attention_cost(p, Pipeline::fused)).bytes);
+          EXPECT_EQ(fused.flops, pairs * (2 * (5 + 7) + 5));
+          EXPECT_DOUBLE_EQ(fused.tile_flops, (pairs > 0 ? landed : 0) * (2 * (5 + 7) + 5));
+          EXPECT_EQ(unfused.tile_flops, unfused.flops);
         }
       }
     }

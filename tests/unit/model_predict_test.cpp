@@ -194,6 +194,9 @@ TEST(Prediction, FusedAttentionHasATimeOfItsOwnWhereItsRateWasMeasured) {
   d.figures["attention_bf16_flop_per_s"] = figure(500, "FLOP/s");
   const Prediction p = must(predict(fused, d));
   EXPECT_EQ(p.time_fused_s, fused.flops / 500);
+  Cost whole = fused;
+  whole.tile_flops *= 1.25;  // blocks that a mask cuts
+  EXPECT_EQ(must(predict(whole, d)).time_fused_s, fused.flops * 1.25 / 500);
   EXPECT_EQ(p.time_s, roof_s);  // no roof
   const Cost unfused = must(attention_cost(square(4096), Pipeline::unfused));
   EXPECT_EQ(must(predict(unfused, d)).time_fused_s, 0);

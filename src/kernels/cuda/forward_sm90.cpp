@@ -117,6 +117,12 @@ bool draws_tiles(const AttentionProblem& p, int row, int sms) {
   return (tiles_differ(p) || last_tile_is_short(p, row)) && tiles_of(p, row) > sms;
 }
 
+/// Rows that walk the same key tiles, which are about as wide.
+std::int64_t rows_together(const KernelProblem& problem) {
+  const tiles::Sm90ForwardRow& shape = kSm90ForwardRows[row_of(problem.attention)];
+  return shape.own_ranges ? 64 : shape.tile_q();
+}
+
 std::int64_t workspace(const KernelProblem& problem) {
   const cuda::DeviceScope device(problem.device_index);
   const Result<int> sms = cuda::sm_count();
@@ -288,7 +294,8 @@ std::span<const KernelEntry> entries_forward_sm90() {
       .accepts = accepts,
       .reach = reach,
       .workspace = workspace,
-      .forward = forward}};
+      .forward = forward,
+      .score_block_rows = rows_together}};
   return kEntries;
 }
 
