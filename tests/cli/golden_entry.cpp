@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <fstream>
 #include <stdexcept>
 
 #include "cli/run_tool.h"
@@ -61,9 +60,7 @@ std::string Entry::dtype_of_bytes(double bytes) {
   throw std::runtime_error("no dtype of that size");
 }
 
-std::string Entry::dtype() const {
-  return dtype_of_bytes(has("bytes_per_element") ? number("bytes_per_element") : 2);
-}
+std::string Entry::dtype() const { return dtype_of_bytes(number_or("bytes_per_element", 2)); }
 
 std::string Entry::blocks(const char* name) const {
   std::string text;
@@ -84,11 +81,7 @@ void Entry::copy(Flags& flags, const char* flag, const char* input_name) const {
 
 Flags Entry::counting() const {
   Flags flags;
-  // x- entries give one source's counting on the other's device: the softmax says whose it is.
-  const bool counts_softmax =
-      has("softmax_flops_per_element") && number("softmax_flops_per_element") > 0;
-  const bool solution = id().starts_with("s-") || (id().starts_with("x-") && counts_softmax);
-  flags["--convention"] = solution ? "solution" : "lecture";
+  flags["--convention"] = counts_as_solution() ? "solution" : "lecture";
   // The file's own defaults where it states none: times at the roof, and one set of words.
   flags["--compute-efficiency"] = "1";
   flags["--verdict-words"] = "solution";
@@ -119,7 +112,7 @@ Flags Entry::counting() const {
 
 Flags Entry::attention() const {
   Flags flags = counting();
-  flags["--seqlen"] = std::to_string(whole("seq_len", 1));
+  flags["--seqlen"] = std::to_string(whole_or("seq_len", 1));
   flags["--dtype"] = dtype();
   copy(flags, "--batch", "batch");
   copy(flags, "--heads-q", "heads");
@@ -133,7 +126,7 @@ Flags Entry::attention() const {
 
 Flags Entry::decode() const {
   Flags flags = counting();
-  flags["--seqlen-kv"] = std::to_string(whole("seq_len", 1));
+  flags["--seqlen-kv"] = std::to_string(whole_or("seq_len", 1));
   flags["--dtype"] = dtype();
   flags["--pipeline"] = "unfused";  // three kernels: the derivations count each
   copy(flags, "--batch", "batch");
@@ -144,9 +137,9 @@ Flags Entry::decode() const {
 
 Flags Entry::gemm() const {
   Flags flags = counting();
-  flags["--m"] = std::to_string(whole("m", whole("tokens", 1)));
-  flags["--n"] = std::to_string(whole("n", 4096));
-  flags["--k"] = std::to_string(whole("k", 4096));
+  flags["--m"] = std::to_string(whole_or("m", whole_or("tokens", 1)));
+  flags["--n"] = std::to_string(whole_or("n", 4096));
+  flags["--k"] = std::to_string(whole_or("k", 4096));
   if (has("weight_bytes_per_param")) {
     flags["--weight-dtype"] = dtype_of_bytes(number("weight_bytes_per_param"));
   }
@@ -173,8 +166,8 @@ Flags Entry::model() const {
 
 Flags Entry::memory() const {
   Flags flags = counting();
-  flags["--layers"] = std::to_string(whole("layers", 1));
-  flags["--layers-live"] = std::to_string(whole("layers_live", whole("layers", 1)));
+  flags["--layers"] = std::to_string(whole_or("layers", 1));
+  flags["--layers-live"] = std::to_string(whole_or("layers_live", whole_or("layers", 1)));
   flags["--capacity"] = has("hbm_bytes") ? "total" : "usable";
   copy(flags, "--seqlen", "seq_len");
   copy(flags, "--batch", "batch");
@@ -189,15 +182,6 @@ Flags Entry::tiling() const {
   copy(flags, "--seqlen", "seq_len");
   copy(flags, "--head-dim", "head_dim");
   return flags;
-}
-
-std::vector<Entry> load_entries() {
-  std::ifstream file(std::string(RAFTER_SOURCE_DIR) + "/tests/golden/golden.json");
-  std::vector<Entry> entries;
-  for (const Json& each : Json::parse(file)) {
-    entries.emplace_back(each);
-  }
-  return entries;
 }
 
 }  // namespace rafter::test

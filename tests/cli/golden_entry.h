@@ -1,16 +1,14 @@
-// One entry of golden.json as the command line sees it: its inputs become flags. Nothing here
-// knows an entry's answer.
+// One entry of golden.json as the command line sees it: its inputs become flags.
 #pragma once
 
 #include <map>
-#include <nlohmann/json.hpp>
-#include <ostream>
 #include <string>
-#include <vector>
+
+#include "support/golden.h"
 
 namespace rafter::test {
 
-using Json = nlohmann::ordered_json;
+using golden::Json;
 
 /// Flags by name; a flag without a value has "".
 using Flags = std::map<std::string, std::string>;
@@ -19,19 +17,10 @@ using Flags = std::map<std::string, std::string>;
 /// the tool does not answer with one; exit code 1 (it does not fit) still carries a document.
 const Json& ask(const std::string& verb, const Flags& flags);
 
-class Entry {
+class Entry : public golden::EntryFields {
  public:
-  explicit Entry(Json entry) : entry_(std::move(entry)) {}
+  using EntryFields::EntryFields;
 
-  std::string id() const { return entry_.at("id").get<std::string>(); }
-  const Json& field(const char* name) const { return entry_.at(name); }
-  bool has(const char* input) const { return entry_.at("inputs").contains(input); }
-  const Json& input(const char* name) const { return entry_.at("inputs").at(name); }
-  double number(const char* name) const { return input(name).get<double>(); }
-  std::int64_t whole(const char* name, std::int64_t fallback) const {
-    return has(name) ? input(name).get<std::int64_t>() : fallback;
-  }
-  std::vector<double> values() const { return input("values").get<std::vector<double>>(); }
   /// An input of nested lists as the flag takes it: [[1, 2], [3, 5]] is "1,2/3,5".
   std::string blocks(const char* name) const;
 
@@ -49,14 +38,6 @@ class Entry {
  private:
   std::string dtype() const;
   void copy(Flags& flags, const char* flag, const char* input_name) const;
-
-  Json entry_;
 };
-
-/// How a failing test names its entry.
-inline void PrintTo(const Entry& entry, std::ostream* out) { *out << entry.id(); }
-
-/// All entries of tests/golden/golden.json.
-std::vector<Entry> load_entries();
 
 }  // namespace rafter::test

@@ -2,25 +2,18 @@
 #pragma once
 
 #include <cmath>
-#include <functional>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
-#include <variant>
+#include <utility>
 #include <vector>
 
 #include "cli/golden_entry.h"
 
 namespace rafter::test {
 
-using Answer = std::variant<double, bool, std::string>;
-
-/// Answers the entries whose id matches the regular expression (whole id); the first rule that
-/// matches is the entry's.
-struct GoldenRule {
-  std::string ids;
-  std::function<Answer(const Entry&)> answer;
-};
+using golden::Answer;
+using GoldenRule = golden::RuleOf<Entry>;
 
 std::vector<GoldenRule> attention_rules();
 std::vector<GoldenRule> model_rules();
@@ -32,6 +25,12 @@ inline double figure(const Json& document, const char* key) {
     throw std::runtime_error(std::string("no number under ") + key + " in " + document.dump());
   }
   return document.at(key).get<double>();
+}
+
+/// Answers with that key of a document.
+inline GoldenRule number_of(std::string ids, const Json& (*document)(const Entry&),
+                            const char* key) {
+  return {std::move(ids), [=](const Entry& e) -> Answer { return figure(document(e), key); }};
 }
 
 inline Flags with(Flags flags, const Flags& changes) {

@@ -52,9 +52,6 @@ double elements(const Json& answer) {
 }
 std::string verdict(const Json& answer) { return answer.at("verdict").get<std::string>(); }
 
-GoldenRule number_of(std::string ids, const Json& (*answer)(E), const char* key) {
-  return {std::move(ids), [=](E e) -> Answer { return figure(answer(e), key); }};
-}
 const Json& attention_of(E e) { return attention(e); }
 const Json& crossover_of(E e) { return crossover(e); }
 const Json& decode_of(E e) { return decode(e); }
@@ -292,13 +289,13 @@ std::vector<GoldenRule> decode_steps() {
       {"s-f2-flops-(qk|softmax|pv)",
        [](E e) -> Answer {
          const Json& k =
-             decode(e).at("kernels").at(static_cast<std::size_t>(e.whole("block", 1)) - 1);
+             decode(e).at("kernels").at(static_cast<std::size_t>(e.whole_or("block", 1)) - 1);
          return figure(k, "matmul_flops") + figure(k, "softmax_flops");
        }},
       {"s-f2-elements-(qk|softmax|pv)",
        [](E e) -> Answer {
          return figure(
-             decode(e).at("kernels").at(static_cast<std::size_t>(e.whole("block", 1)) - 1),
+             decode(e).at("kernels").at(static_cast<std::size_t>(e.whole_or("block", 1)) - 1),
              "elements");
        }},
       {"s-f2-total-elements", [](E e) -> Answer { return elements(decode(e)); }},
@@ -308,7 +305,7 @@ std::vector<GoldenRule> decode_steps() {
        [](E e) -> Answer {
          // each query head its own K and V
          const Json& every =
-             decode(e, {{"--group", "1"}, {"--heads-kv", std::to_string(e.whole("group", 1))}});
+             decode(e, {{"--group", "1"}, {"--heads-kv", std::to_string(e.whole_or("group", 1))}});
          return figure(every, "bytes") / figure(decode(e), "bytes");
        }},
       {"s-f3-f2-consistent",

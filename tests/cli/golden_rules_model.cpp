@@ -57,10 +57,6 @@ const Json& attention(E e, const std::string& pipeline) {
 const Json& prefill_of(E e) { return prefill(e); }
 const Json& decode_of(E e) { return decode(e); }
 
-GoldenRule number_of(std::string ids, const Json& (*answer)(E), const char* key) {
-  return {std::move(ids), [=](E e) -> Answer { return figure(answer(e), key); }};
-}
-
 double gain_at(E e, const Flags& changes) {
   return figure(prefill(e, changes), "gain_over_unfused");
 }

@@ -30,7 +30,7 @@ const Json& trace(E e) {
   return ask("explain online-softmax", flags);
 }
 const Json& step(E e) {
-  return trace(e).at("steps").at(static_cast<std::size_t>(e.whole("block", 1)) - 1);
+  return trace(e).at("steps").at(static_cast<std::size_t>(e.whole_or("block", 1)) - 1);
 }
 
 /// softmax(scores) · values over all blocks at once.
@@ -77,10 +77,6 @@ const Json& merged(E e) {
               last.at("output").dump();
   }
   return ask("explain merge", {{"--states", states}});
-}
-
-GoldenRule number_of(std::string ids, const Json& (*answer)(E), const char* key) {
-  return {std::move(ids), [=](E e) -> Answer { return figure(answer(e), key); }};
 }
 
 std::vector<GoldenRule> kernels_and_tiles() {

@@ -1,18 +1,10 @@
 #include "golden/golden_entry.h"
 
-#include <fstream>
 #include <stdexcept>
+#include <string>
 
 namespace rafter::golden {
 namespace {
-
-template <typename T>
-T must(Result<T> result) {
-  if (!result) {
-    throw std::runtime_error(result.status().message());
-  }
-  return std::move(result).value();
-}
 
 void must(const Status& status) {
   if (!status) {
@@ -40,15 +32,12 @@ Pipeline Entry::pipeline() const {
 }
 
 Convention Entry::convention() const {
-  // x- entries give one source's counting on the other's device: softmax says whose it is.
-  const bool solution = id().starts_with("s-") ||
-                        (id().starts_with("x-") && number_or("softmax_flops_per_element", 0) > 0);
-  Convention c = solution ? Convention::solution() : Convention::lecture();
+  Convention c = counts_as_solution() ? Convention::solution() : Convention::lecture();
   c.compute_efficiency = number_or("compute_efficiency", 1);
   c.verdict_words = VerdictWords::solution;  // the file says memory-bound for both sources
   const auto set = [&](const char* parameter, const char* name) {
     if (has(name)) {
-      const nlohmann::json& value = input(name);
+      const Json& value = input(name);
       must(c.set(parameter, value.is_string() ? value.get<std::string>() : value.dump()));
     }
   };
@@ -166,16 +155,6 @@ MemoryProblem Entry::memory(Pipeline pipeline) const {
   p.batch = whole_or("batch", 1);
   p.pipeline = pipeline;
   return p;
-}
-
-std::vector<Entry> load_entries() {
-  std::ifstream file(std::string(RAFTER_SOURCE_DIR) + "/tests/golden/golden.json");
-  const nlohmann::json document = nlohmann::json::parse(file);
-  std::vector<Entry> entries;
-  for (const nlohmann::json& each : document) {
-    entries.emplace_back(each);
-  }
-  return entries;
 }
 
 }  // namespace rafter::golden

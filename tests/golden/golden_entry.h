@@ -1,34 +1,22 @@
 // One entry of golden.json as the API sees it: its inputs become problems, conventions, devices and
-// model steps. Nothing here knows an entry's answer.
+// model steps.
 #pragma once
 
-#include <nlohmann/json.hpp>
-#include <ostream>
-#include <string>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "rafter/attention.h"
 #include "rafter/model.h"
 #include "rafter/roofline.h"
+#include "support/golden.h"
 
 namespace rafter::golden {
 
-class Entry {
+class Entry : public EntryFields {
  public:
-  explicit Entry(nlohmann::json entry) : entry_(std::move(entry)) {}
+  using EntryFields::EntryFields;
 
-  std::string id() const { return entry_.at("id").get<std::string>(); }
-  const nlohmann::json& field(const char* name) const { return entry_.at(name); }
-  bool has(const char* input) const { return entry_.at("inputs").contains(input); }
-  const nlohmann::json& input(const char* name) const { return entry_.at("inputs").at(name); }
-  double number(const char* name) const { return input(name).get<double>(); }
-  double number_or(const char* name, double fallback) const {
-    return has(name) ? number(name) : fallback;
-  }
-  std::int64_t whole_or(const char* name, std::int64_t fallback) const {
-    return has(name) ? input(name).get<std::int64_t>() : fallback;
-  }
-  std::vector<double> values() const { return input("values").get<std::vector<double>>(); }
   std::vector<std::vector<double>> blocks(const char* name) const {
     return input(name).get<std::vector<std::vector<double>>>();
   }
@@ -47,15 +35,15 @@ class Entry {
   ModelConfig model() const;
   ModelStep step(Phase phase) const;
   MemoryProblem memory(Pipeline pipeline) const;
-
- private:
-  nlohmann::json entry_;
 };
 
-/// How a failing test names the entry.
-inline void PrintTo(const Entry& entry, std::ostream* out) { *out << entry.id(); }
-
-/// All entries of tests/golden/golden.json.
-std::vector<Entry> load_entries();
+/// The value of a Result; a failed one ends the test with its message.
+template <typename T>
+T must(Result<T> result) {
+  if (!result) {
+    throw std::runtime_error(result.status().message());
+  }
+  return std::move(result).value();
+}
 
 }  // namespace rafter::golden
