@@ -7,13 +7,15 @@
 #include <cmath>
 #include <cstdio>
 #include <thread>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "measure/figures.h"
 #include "measure/free_run.h"
 #include "measure/gemm.h"
 #include "measure/loops.h"
 #include "measure/machine.h"
+#include "measure/prober.h"
 #include "measure/sweep.h"
 #include "rafter/measure.h"
 
@@ -26,43 +28,8 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
 }
 
-// Everything one probe carries from step to step.
-struct Prober {
-  const ProbeOptions& options;
+struct Prober : measure::Prober {
   int threads;
-  Probe probe;
-
-  void step(std::string_view what) const {
-    if (options.progress) {
-      options.progress(what);
-    }
-  }
-
-  void missing(std::string key, std::string reason) {
-    probe.missing.push_back({std::move(key), std::move(reason)});
-  }
-
-  void put(const std::string& key, double value, const char* unit, FigureKind kind,
-           std::string source) {
-    Figure figure;
-    figure.value = value;
-    figure.unit = unit;
-    figure.kind = kind;
-    figure.source = std::move(source);
-    probe.spec.figures[key] = figure;
-  }
-
-  // A rate's ceiling is the 90th percentile of its samples; a cost is the median of its own.
-  Status measured(const std::string& key, std::span<const double> samples, const char* unit,
-                  double at, const std::string& how) {
-    const Result<Figure> figure = measure::measured_figure(
-        samples, unit, at, how, fmt::format("{} thread{}", threads, threads == 1 ? "" : "s"));
-    if (!figure) {
-      return figure.status();
-    }
-    probe.spec.figures[key] = *figure;
-    return Status::ok();
-  }
 };
 
 Status describe(Prober& prober) {
@@ -105,7 +72,8 @@ Status clock(Prober& prober) {
     }
     rates.push_back(8.0 * kRounds / seconds_between(start, Clock::now()));
   }
-  return prober.measured("clock_hz", rates, "Hz", 0.9, "chain of dependent additions on one core");
+  return prober.measured(
+      {"clock_hz", rates, "Hz", 0.9, "chain of dependent additions on one core"});
 #else
   prober.missing("clock_hz", "the addition chain is written for x86 only");
   return Status::ok();
@@ -128,14 +96,12 @@ std::vector<double> loop_rates(int threads, bool quick, const Loop& loop) {
 Status register_loops(Prober& prober) {
   const bool quick = prober.options.quick;
   prober.step("vector arithmetic");
-  if (Status status = prober.measured(
-          "peak_vector_f32_flop_per_s", loop_rates(prober.threads, quick, measure::loop_fma),
-          "FLOP/s", 0.9, fmt::format("multiply-adds on registers, {}", measure::loop_target()));
-      !status) {
-    return status;
-  }
-  return prober.measured("exp_per_s", loop_rates(prober.threads, quick, measure::loop_exp), "op/s",
-                         0.9, "f32 exp on registers, degree-5 polynomial");
+  const std::vector<double> sums = loop_rates(prober.threads, quick, measure::loop_fma);
+  const std::vector<double> exponentials = loop_rates(prober.threads, quick, measure::loop_exp);
+  return prober.measured(
+      {{"peak_vector_f32_flop_per_s", sums, "FLOP/s", 0.9,
+        fmt::format("multiply-adds on registers, {}", measure::loop_target())},
+       {"exp_per_s", exponentials, "op/s", 0.9, "f32 exp on registers, degree-5 polynomial"}});
 }
 
 // The peak is over the whole run; burst is what the first quarter second after a pause gives,
@@ -168,30 +134,15 @@ Status gemm_peak(Prober& prober, DType dtype) {
     prober.missing(fmt::format("peak_{}_flop_per_s", name), run.status().message());
     return Status::ok();
   }
-  constexpr double kBurst_s = 0.25;
-  std::vector<double> burst, sustained;
-  for (std::size_t i = 0; i < run->rates.size(); ++i) {
-    if (run->starts[i] < kBurst_s || burst.size() < 5) {
-      burst.push_back(run->rates[i]);
-    }
-    if (run->starts[i] > run_s / 2 || i + 5 >= run->rates.size()) {
-      sustained.push_back(run->rates[i]);
-    }
-  }
+  const auto& [burst, sustained] = measure::parts_of(run->rates, run->starts, 0.25, run_s);
   const std::string how =
       fmt::format("oneDNN product {}³ of random {} on every thread", size, name);
-  const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
-      {"peak", run->rates, 0.9, fmt::format("{}, {:.1f} s", how, run_s)},
-      {"burst", burst, 0.9, how + ", first 0.25 s after a pause"},
-      {"sustained", sustained, 0.5, fmt::format("{}, second half of {:.1f} s", how, run_s)}};
-  for (const auto& [kind, samples, at, source] : rows) {
-    if (Status status = prober.measured(fmt::format("{}_{}_flop_per_s", kind, name), samples,
-                                        "FLOP/s", at, source);
-        !status) {
-      return status;
-    }
-  }
-  return Status::ok();
+  const std::string figure = name + "_flop_per_s";
+  return prober.measured(
+      {{"peak_" + figure, run->rates, "FLOP/s", 0.9, fmt::format("{}, {:.1f} s", how, run_s)},
+       {"burst_" + figure, burst, "FLOP/s", 0.9, how + ", first 0.25 s after a pause"},
+       {"sustained_" + figure, sustained, "FLOP/s", 0.5,
+        fmt::format("{}, second half of {:.1f} s", how, run_s)}});
 }
 
 Status matmul(Prober& prober) {
@@ -242,16 +193,13 @@ Status bandwidth(Prober& prober) {
     const std::string prefix = memory ? "bandwidth_" : fmt::format("bandwidth_{}_", level.name);
     const std::string how = fmt::format(" on the {} plateau, up to {:.0f} KiB a thread", level.name,
                                         level.bytes_per_thread / 1024);
-    const std::tuple<std::string, const std::vector<double>*, const char*> kinds[] = {
-        {memory ? "read_" : "", &level.read, "read"},
-        {"write_", &level.write, "write"},
-        {"copy_", &level.copy, "copy (read + written)"}};
-    for (const auto& [kind, samples, what] : kinds) {
-      if (Status status = prober.measured(fmt::format("{}{}bytes_per_s", prefix, kind), *samples,
-                                          "B/s", 0.9, what + how);
-          !status) {
-        return status;
-      }
+    if (Status status = prober.measured(
+            {{prefix + (memory ? "read_bytes_per_s" : "bytes_per_s"), level.read, "B/s", 0.9,
+              "read" + how},
+             {prefix + "write_bytes_per_s", level.write, "B/s", 0.9, "write" + how},
+             {prefix + "copy_bytes_per_s", level.copy, "B/s", 0.9, "copy (read + written)" + how}});
+        !status) {
+      return status;
     }
     if (memory) {  // what the roofline uses: reads, most of what attention moves
       prober.probe.spec.figures["bandwidth_bytes_per_s"] =
@@ -272,8 +220,8 @@ Status bandwidth(Prober& prober) {
   if (prober.probe.spec.find("bandwidth_bytes_per_s") == nullptr) {
     // No level end: the largest working set is the best that can be said.
     const SweepPoint& last = prober.probe.sweep.back();
-    if (Status status = prober.measured("bandwidth_bytes_per_s", last.samples[0], "B/s", 0.9,
-                                        "read of the largest working set (no plateau)");
+    if (Status status = prober.measured({"bandwidth_bytes_per_s", last.samples[0], "B/s", 0.9,
+                                         "read of the largest working set (no plateau)"});
         !status) {
       return status;
     }
@@ -313,16 +261,10 @@ Status launches(Prober& prober) {
     begun[static_cast<std::size_t>(omp_get_thread_num())] = Clock::now();
     cold.push_back(seconds_between(start, Clock::now()));
   }
-  const std::tuple<const char*, std::vector<double>*, const char*> rows[] = {
-      {"launch_s", &full, "parallel region, fork to join, back to back"},
-      {"launch_fork_s", &fork, "parallel region, until the last thread has begun"},
-      {"launch_cold_s", &cold, "parallel region, fork to join, after 20 ms of sleep"}};
-  for (const auto& [key, samples, how] : rows) {
-    if (Status status = prober.measured(key, *samples, "s", 0.5, how); !status) {
-      return status;
-    }
-  }
-  return Status::ok();
+  return prober.measured(
+      {{"launch_s", full, "s", 0.5, "parallel region, fork to join, back to back"},
+       {"launch_fork_s", fork, "s", 0.5, "parallel region, until the last thread has begun"},
+       {"launch_cold_s", cold, "s", 0.5, "parallel region, fork to join, after 20 ms of sleep"}});
 }
 
 double spread_of(const Figure& figure) {
@@ -361,7 +303,9 @@ Result<Probe> probe_cpu(const ProbeOptions& options) {
   if (options.threads < 0) {
     return Status::invalid_argument("threads", std::to_string(options.threads), "0 and more");
   }
-  Prober prober{options, options.threads > 0 ? options.threads : omp_get_max_threads(), {}};
+  const int threads = options.threads > 0 ? options.threads : omp_get_max_threads();
+  Prober prober{{options, fmt::format("{} thread{}", threads, threads == 1 ? "" : "s"), {}},
+                threads};
   for (Status (*step)(Prober&) : {describe, clock, register_loops, matmul, bandwidth, launches}) {
     if (Status status = step(prober); !status) {
       return status;

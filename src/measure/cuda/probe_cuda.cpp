@@ -14,6 +14,7 @@
 #include "hw/cuda/passes.h"
 #include "hw/cuda/runtime.h"
 #include "measure/figures.h"
+#include "measure/prober.h"
 #include "rafter/measure.h"
 
 namespace rafter {
@@ -25,40 +26,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Everything one probe carries from step to step.
-struct Prober {
+struct Prober : measure::Prober {
   Device device;
-  const ProbeOptions& options;
   DeviceClock clock;
   cuda::DeviceProperties properties;
-  Probe probe;
-
-  void step(std::string_view what) const {
-    if (options.progress) {
-      options.progress(what);
-    }
-  }
-  void missing(std::string key, std::string reason) {
-    probe.missing.push_back({std::move(key), std::move(reason)});
-  }
-  void put(const std::string& key, double value, const char* unit, std::string source) {
-    Figure figure;
-    figure.value = value;
-    figure.unit = unit;
-    figure.kind = FigureKind::measured;
-    figure.source = std::move(source);
-    probe.spec.figures[key] = figure;
-  }
-  // A rate's ceiling is the 90th percentile of its samples; a cost is the median of its own.
-  Status measured(const std::string& key, std::span<const double> samples, const char* unit,
-                  double at, const std::string& how) {
-    const Result<Figure> figure = measure::measured_figure(samples, unit, at, how, {});
-    if (!figure) {
-      return figure.status();
-    }
-    probe.spec.figures[key] = *figure;
-    return Status::ok();
-  }
 
   // Seconds of a call, `samples` times.
   Result<std::vector<double>> times(const TimedWork& work, std::int64_t calls, int samples) const {
@@ -98,7 +69,8 @@ Status describe(Prober& prober) {
       {"clock_hz", p.clock_hz, "Hz"}};
   for (const auto& [key, value, unit] : figures) {
     if (value > 0) {
-      prober.put(key, value, unit, "the CUDA runtime at the time of the probe");
+      prober.put(key, value, unit, FigureKind::measured,
+                 "the CUDA runtime at the time of the probe");
     } else {
       prober.missing(key, "the CUDA runtime does not say");
     }
@@ -166,14 +138,11 @@ Status bandwidth(Prober& prober) {
   for (std::size_t kind = 0; kind < 3; ++kind) {
     const std::string how = fmt::format("{} of {} bytes, back to back in a graph", kWays[kind],
                                         static_cast<std::int64_t>(memory.bytes_per_thread));
-    if (Status status = prober.measured(fmt::format("bandwidth_{}_bytes_per_s", kWays[kind]),
-                                        memory.samples[kind], "B/s", 0.9, how);
-        !status) {
-      return status;
-    }
     if (Status status =
-            prober.measured(fmt::format("bandwidth_l2_{}_bytes_per_s", kWays[kind]), level[kind],
-                            "B/s", 0.9, fmt::format("{} within half the L2", kWays[kind]));
+            prober.measured({{fmt::format("bandwidth_{}_bytes_per_s", kWays[kind]),
+                              memory.samples[kind], "B/s", 0.9, how},
+                             {fmt::format("bandwidth_l2_{}_bytes_per_s", kWays[kind]), level[kind],
+                              "B/s", 0.9, fmt::format("{} within half the L2", kWays[kind])}});
         !status) {
       return status;
     }
@@ -214,21 +183,8 @@ Result<RateRun> run_rate(const Prober& prober, const Work& one, double flops, do
 }
 
 /// The rates of a run's first 0.1 s, and of its second half, which the power limit decides.
-struct BurstAndRest {
-  std::vector<double> burst, sustained;
-};
-BurstAndRest parts_of(const RateRun& run, double run_s) {
-  constexpr double kBurst_s = 0.1;
-  BurstAndRest parts;
-  for (std::size_t i = 0; i < run.rates.size(); ++i) {
-    if (run.starts[i] < kBurst_s || parts.burst.size() < 5) {
-      parts.burst.push_back(run.rates[i]);
-    }
-    if (run.starts[i] > run_s / 2 || i + 5 >= run.rates.size()) {
-      parts.sustained.push_back(run.rates[i]);
-    }
-  }
-  return parts;
+measure::BurstAndRest parts_of(const RateRun& run, double run_s) {
+  return measure::parts_of(run.rates, run.starts, 0.1, run_s);
 }
 
 Result<RateRun> run_gemm(const Prober& prober, const cuda::Matmul& product, const DeviceMemory& a,
@@ -278,18 +234,12 @@ Status gemm_peak(Prober& prober, const char* name, DType dtype, bool tf32) {
   }
   const auto& [burst, sustained] = parts_of(*run, run_s);
   const std::string how = fmt::format("cuBLASLt product {}³ of random {}", n, name);
-  const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
-      {"peak", burst, 0.9, how + ", first 0.1 s after a pause: the burst"},
-      {"burst", burst, 0.9, how + ", first 0.1 s after a pause"},
-      {"sustained", sustained, 0.5, fmt::format("{}, second half of {:.1f} s", how, run_s)}};
-  for (const auto& [kind, samples, at, source] : rows) {
-    if (Status status = prober.measured(fmt::format("{}_{}_flop_per_s", kind, name), samples,
-                                        "FLOP/s", at, source);
-        !status) {
-      return status;
-    }
-  }
-  return Status::ok();
+  const std::string figure = fmt::format("{}_flop_per_s", name);
+  return prober.measured(
+      {{"peak_" + figure, burst, "FLOP/s", 0.9, how + ", first 0.1 s after a pause: the burst"},
+       {"burst_" + figure, burst, "FLOP/s", 0.9, how + ", first 0.1 s after a pause"},
+       {"sustained_" + figure, sustained, "FLOP/s", 0.5,
+        fmt::format("{}, second half of {:.1f} s", how, run_s)}});
 }
 
 Status matmul(Prober& prober) {
@@ -358,9 +308,9 @@ Status scores_bandwidth(Prober& prober) {
   for (const double rate : run->rates) {
     rates.push_back(rate / kFlops * (kOperandA + kOperandB + kResult));
   }
-  return prober.measured(kFigure, rates, "B/s", 0.9,
-                         fmt::format("cuBLASLt, {} products of random bf16, {} x {} x {}", kBatch,
-                                     kRows, kKeys, kDim));
+  return prober.measured({kFigure, rates, "B/s", 0.9,
+                          fmt::format("cuBLASLt, {} products of random bf16, {} x {} x {}", kBatch,
+                                      kRows, kKeys, kDim)});
 }
 
 /// Both products of attention with the softmax between them, on operands in shared memory.
@@ -398,13 +348,12 @@ Status attention(Prober& prober) {
     const auto& [burst, sustained] = parts_of(*run, run_s);
     const std::string how = fmt::format(
         "QKᵀ, softmax and PV of random {}, head_dim 128, operands in shared memory", name);
-    const std::tuple<const char*, std::span<const double>, double, std::string> rows[] = {
-        {"", burst, 0.9, how + ", first 0.1 s after a pause"},
-        {"sustained_", sustained, 0.5, fmt::format("{}, second half of {:.1f} s", how, run_s)}};
-    for (const auto& [kind, samples, at, source] : rows) {
-      if (Status status = prober.measured(kind + figure, samples, "FLOP/s", at, source); !status) {
-        return status;
-      }
+    if (Status status =
+            prober.measured({{figure, burst, "FLOP/s", 0.9, how + ", first 0.1 s after a pause"},
+                             {"sustained_" + figure, sustained, "FLOP/s", 0.5,
+                              fmt::format("{}, second half of {:.1f} s", how, run_s)}});
+        !status) {
+      return status;
     }
   }
   return Status::ok();
@@ -433,7 +382,7 @@ Status registers_rate(Prober& prober, const char* key, const char* unit, const c
   for (const double one : *seconds) {
     rates.push_back(count / one);
   }
-  return prober.measured(key, rates, unit, 0.9, how);
+  return prober.measured({key, rates, unit, 0.9, how});
 }
 
 Status exponentials(Prober& prober) {
@@ -486,17 +435,14 @@ Status launches(Prober& prober) {
       submit.push_back(std::max(*a - slope * static_cast<double>(kFew), 0.0));
     }
   }
-  const std::tuple<const char*, std::span<const double>, const char*> rows[] = {
-      {"launch_s", *back_to_back, "an empty kernel, 200 launches back to back on a stream"},
-      {"launch_sync_s", synced, "an empty kernel and the wait for it, on the host's clock"},
-      {"graph_launch_s", node, "an empty kernel as a graph node: b of a + b · N"},
-      {"graph_submit_s", submit, "a graph of empty kernels: a of a + b · N, between events"}};
-  for (const auto& [key, taken, how] : rows) {
-    if (Status status = prober.measured(key, taken, "s", 0.5, how); !status) {
-      return status;
-    }
-  }
-  return Status::ok();
+  return prober.measured(
+      {{"launch_s", *back_to_back, "s", 0.5,
+        "an empty kernel, 200 launches back to back on a stream"},
+       {"launch_sync_s", synced, "s", 0.5,
+        "an empty kernel and the wait for it, on the host's clock"},
+       {"graph_launch_s", node, "s", 0.5, "an empty kernel as a graph node: b of a + b · N"},
+       {"graph_submit_s", submit, "s", 0.5,
+        "a graph of empty kernels: a of a + b · N, between events"}});
 }
 
 }  // namespace
@@ -511,7 +457,7 @@ Result<Probe> probe_cuda(const Device& device, const ProbeOptions& options) {
   if (!clock || !properties) {
     return clock ? properties.status() : clock.status();
   }
-  Prober prober{device, options, *clock, *properties, {}};
+  Prober prober{{options, {}, {}}, device, *clock, *properties};
   for (Status (*step)(Prober&) : {describe, bandwidth, matmul, attention, scores_bandwidth,
                                   vector_arithmetic, exponentials, launches}) {
     if (Status status = step(prober); !status) {
