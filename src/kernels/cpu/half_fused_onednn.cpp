@@ -106,9 +106,6 @@ Status output_block(const MaterialisedCall& call, const RowBlock& block, ThreadS
 
 Status forward(const ForwardCall& forward_call) {
   MaterialisedCall call(forward_call, kRowBlock);
-  if (Status status = call.pack_keys_and_values(); !status) {
-    return status;
-  }
   if (Status status = call.compute_scores(); !status) {
     return status;
   }

@@ -457,7 +457,7 @@ void MaterialisedCall::pack_chunk(const Sequence& s, std::int64_t batch, std::in
   *finite_flag(s, batch, head_kv, keys.first) = finite ? 1 : 0;
 }
 
-Status MaterialisedCall::pack_keys_and_values() {
+void MaterialisedCall::pack_keys_and_values() const {
 #pragma omp parallel num_threads(call_.problem.threads)
   for (std::int64_t b = 0; b < problem_.batch; ++b) {
     const Sequence s = sequence_of(problem_, call_.in, b);
@@ -472,7 +472,6 @@ Status MaterialisedCall::pack_keys_and_values() {
       }
     }
   }
-  return Status::ok();
 }
 
 std::int64_t MaterialisedCall::score_stride(const Sequence& sequence) const {
@@ -520,6 +519,7 @@ Status MaterialisedCall::score_block(const RowBlock& block, ThreadScratch& scrat
 }
 
 Status MaterialisedCall::compute_scores() {
+  pack_keys_and_values();
   return for_each_block(
       [this](const RowBlock& block, ThreadScratch& scratch, BlockProducts& products) {
         return score_block(block, scratch, products);

@@ -115,10 +115,9 @@ class MaterialisedCall {
  public:
   MaterialisedCall(const ForwardCall& call, std::int64_t row_block);
 
-  /// Packs K and V to [heads_kv, seqlen_kv, head_dim] of each sequence, in the operand dtype: those
-  /// keys that some row sees.
-  Status pack_keys_and_values();
-  /// scores = softmax_scale · QKᵀ over the hull of every row block, in the problem's dtype.
+  /// scores = softmax_scale · QKᵀ over the hull of every row block, in the problem's dtype. Before
+  /// it packs K and V to [heads_kv, seqlen_kv, head_dim] of each sequence, in the operand dtype:
+  /// those keys that some row sees.
   Status compute_scores();
   /// Calls body(block, scratch, products) for every row block, in parallel; the first error wins.
   template <typename Body>
@@ -157,6 +156,7 @@ class MaterialisedCall {
                  std::int64_t head_kv) const;
   void pack_chunk(const Sequence& s, std::int64_t batch, std::int64_t head_kv,
                   tiles::Range keys) const;
+  void pack_keys_and_values() const;
   Status score_block(const RowBlock& block, ThreadScratch& scratch, BlockProducts& products) const;
   ThreadScratch scratch_of(int thread) const;
   RowBlock block_of(std::int64_t batch, const Sequence& sequence, std::int64_t index) const;
