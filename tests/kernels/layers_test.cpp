@@ -11,9 +11,12 @@
 #include <vector>
 
 #include "base/element.h"
+#include "support/must.h"
 
 namespace rafter {
 namespace {
+
+using testing::must;
 
 /// A matrix [rows, cols] whose rows lie `stride` elements apart, NaN between them.
 class Buffer {
@@ -63,8 +66,6 @@ class Buffer {
 double roundoff(DType dtype) {
   return dtype == DType::f32 ? 0x1p-24 : dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
 }
-void must(const Status& status) { ASSERT_TRUE(status) << status.message(); }
-
 class EveryDtype : public ::testing::TestWithParam<DType> {};
 INSTANTIATE_TEST_SUITE_P(Layers, EveryDtype, ::testing::Values(DType::f32, DType::bf16, DType::f16),
                          [](const auto& info) { return std::string(to_string(info.param)); });

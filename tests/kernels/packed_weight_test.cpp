@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "rafter/layers.h"
+#include "support/must.h"
 
 namespace rafter {
 namespace {
 
-void must(const Status& status) { ASSERT_TRUE(status) << status.message(); }
+using testing::must;
 
 struct Packed {
   PackedWeight weight;

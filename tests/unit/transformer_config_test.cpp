@@ -11,18 +11,14 @@
 #include <numbers>
 
 #include "rafter/transformer.h"
+#include "support/must.h"
 
 namespace rafter {
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-template <typename T>
-T must(Result<T> result) {
-  EXPECT_TRUE(result) << result.status().message();
-  return std::move(result).value();
-}
+using testing::must;
 
 // As published with Llama-3.1-8B, the keys that generation reads left in.
 const char* const kLlama31 = R"({"architectures": ["LlamaForCausalLM"], "attention_bias": false,

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 
+#include "support/must.h"
 #include "support/transformer_oracle.h"
 
 namespace rafter {
@@ -12,12 +13,7 @@ namespace {
 
 using Prompts = std::vector<std::vector<std::int32_t>>;
 
-template <typename T>
-T must(Result<T> result) {
-  EXPECT_TRUE(result) << result.status().message();
-  return std::move(result).value();
-}
-void must(const Status& status) { EXPECT_TRUE(status) << status.message(); }
+using testing::must;
 
 /// head_dim · heads_q is not hidden_size; group 2.
 TransformerConfig small_config() {

@@ -10,6 +10,7 @@
 #include "cli/case_backward.h"
 #include "cli/cases.h"
 #include "dispatch/kernel_entry.h"
+#include "kernels/cuda/bf16_on_device.h"
 #include "rafter/measure.h"
 #include "support/backward_case.h"
 
@@ -109,18 +110,13 @@ struct Loaded {
   KernelProblem problem;
   DeviceMemory q, k, v, o, d_o, lse, dq, dk, dv, workspace;
 
-  static DeviceMemory memory(std::int64_t bytes) {
-    Result<DeviceMemory> made = DeviceMemory::allocate(Device::cuda(), bytes);
-    EXPECT_TRUE(made.is_ok()) << made.status().message();
-    EXPECT_TRUE(made && made->fill(0xff).is_ok());
-    return made ? *made : DeviceMemory{};
-  }
   static Loaded make(const KernelProblem& problem) {
     const AttentionProblem& p = problem.attention;
     const std::int64_t q_bytes = 2 * p.batch * p.seqlen_q * p.heads_q * p.head_dim;
     const std::int64_t k_bytes = 2 * p.batch * p.seqlen_kv * p.heads_kv * p.head_dim;
     const std::int64_t room =
         std::max(entry().workspace(problem), entries_backward_sm90()[0].workspace(problem));
+    const auto memory = testing::poisoned_memory;
     Loaded loaded{problem,         memory(q_bytes), memory(k_bytes), memory(k_bytes),
                   memory(q_bytes), memory(q_bytes), memory(q_bytes), memory(q_bytes),
                   memory(k_bytes), memory(k_bytes), memory(room)};
@@ -161,11 +157,6 @@ struct Loaded {
                             {workspace.data(), workspace.bytes()},
                             stream});
   }
-  std::vector<std::uint16_t> bits(const DeviceMemory& m) const {
-    std::vector<std::uint16_t> all(static_cast<std::size_t>(m.bytes() / 2));
-    EXPECT_TRUE(m.download(all.data(), m.bytes()).is_ok());
-    return all;
-  }
   void poison() const {
     for (const DeviceMemory* one : {&dq, &dk, &dv, &workspace}) {
       EXPECT_TRUE(one->fill(0xff).is_ok());
@@ -190,18 +181,6 @@ KernelProblem problem_of(std::int64_t batch, std::int64_t heads_q, std::int64_t 
   return problem;
 }
 
-/// ‖a − b‖ / ‖b‖; infinite where either is NaN.
-double relative_difference(const std::vector<std::uint16_t>& a,
-                           const std::vector<std::uint16_t>& b) {
-  double error = 0, norm = 0;
-  for (std::size_t i = 0; i < b.size(); ++i) {
-    const double x = bf16_to_f32(a[i]), y = bf16_to_f32(b[i]);
-    error += (x - y) * (x - y);
-    norm += y * y;
-  }
-  return std::isfinite(error) && norm > 0 ? std::sqrt(error / norm) : HUGE_VAL;
-}
-
 // Blocks of 1024 rows and keys: masks that cut, skip and touch them. The fused kernel is the
 // reference; here S, P, dP and dS are rounded to bf16, 2^-9 each.
 TEST(BackwardUnfusedCuda, AgreesWithTheFusedKernelOverSeveralBlocks) {
@@ -223,13 +202,13 @@ TEST(BackwardUnfusedCuda, AgreesWithTheFusedKernelOverSeveralBlocks) {
     const DeviceMemory* const outputs[] = {&loaded.dq, &loaded.dk, &loaded.dv};
     std::vector<std::vector<std::uint16_t>> fused;
     for (const DeviceMemory* one : outputs) {
-      fused.push_back(loaded.bits(*one));
+      fused.push_back(testing::bits_of_memory(*one));
     }
     loaded.poison();
     const Status status = loaded.run(entry());
     ASSERT_TRUE(status.is_ok()) << status.message();
     for (std::size_t i = 0; i < fused.size(); ++i) {
-      EXPECT_LT(relative_difference(loaded.bits(*outputs[i]), fused[i]), 0.01)
+      EXPECT_LT(testing::relative_difference(testing::bits_of_memory(*outputs[i]), fused[i]), 0.01)
           << "of dq, dk, dv: " << i;
     }
   }
@@ -240,7 +219,8 @@ TEST(BackwardUnfusedCuda, RepeatsInAGraphAndOnAStreamHaveTheSameBits) {
   const Loaded loaded = Loaded::make(problem_of(2, 4, 2, 500, 700, Mask::causal()));
   ASSERT_TRUE(loaded.run(entry()).is_ok());
   const auto all = [&] {
-    return std::vector{loaded.bits(loaded.dq), loaded.bits(loaded.dk), loaded.bits(loaded.dv)};
+    return std::vector{testing::bits_of_memory(loaded.dq), testing::bits_of_memory(loaded.dk),
+                       testing::bits_of_memory(loaded.dv)};
   };
   const auto once = all();
   Result<DeviceClock> clock = DeviceClock::make(Device::cuda());

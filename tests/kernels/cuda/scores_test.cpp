@@ -14,6 +14,7 @@
 #include "cli/cases.h"
 #include "dispatch/kernel_entry.h"
 #include "hw/cuda/passes.h"
+#include "kernels/cuda/bf16_on_device.h"
 #include "rafter/layers.h"
 #include "rafter/measure.h"
 
@@ -89,11 +90,7 @@ struct Loaded {
 
   static Loaded make(const KernelProblem& problem, std::int64_t workspace_bytes) {
     const AttentionProblem& p = problem.attention;
-    const auto memory = [](std::int64_t bytes) {
-      Result<DeviceMemory> made = DeviceMemory::allocate(Device::cuda(), bytes);
-      EXPECT_TRUE(made.is_ok()) << made.status().message();
-      return made ? *made : DeviceMemory{};
-    };
+    const auto memory = testing::poisoned_memory;
     const std::int64_t q_bytes = 2 * p.batch * p.seqlen_q * p.heads_q * p.head_dim;
     const std::int64_t k_bytes = 2 * p.batch * p.seqlen_kv * p.heads_kv * p.head_dim;
     Loaded loaded{problem,         memory(q_bytes), memory(k_bytes),        memory(k_bytes),
@@ -116,24 +113,8 @@ struct Loaded {
         LseView::contiguous(static_cast<float*>(lse.data()), p.batch, p.heads_q, p.seqlen_q)};
     return entry.forward({problem, in, out, {workspace.data(), workspace.bytes()}, stream});
   }
-  std::vector<std::uint16_t> output() const {
-    std::vector<std::uint16_t> bits(static_cast<std::size_t>(o.bytes() / 2));
-    EXPECT_TRUE(o.download(bits.data(), o.bytes()).is_ok());
-    return bits;
-  }
+  std::vector<std::uint16_t> output() const { return testing::bits_of_memory(o); }
 };
-
-/// ‖a − b‖ / ‖b‖; infinite where either is NaN.
-double relative_difference(const std::vector<std::uint16_t>& a,
-                           const std::vector<std::uint16_t>& b) {
-  double error = 0, norm = 0;
-  for (std::size_t i = 0; i < b.size(); ++i) {
-    const double x = bf16_to_f32(a[i]), y = bf16_to_f32(b[i]);
-    error += (x - y) * (x - y);
-    norm += y * y;
-  }
-  return std::isfinite(error) && norm > 0 ? std::sqrt(error / norm) : HUGE_VAL;
-}
 
 // The other pipeline is the reference: they share the scores' product and nothing else. Both land
 // the scores in bf16; P is rounded once in one and never scaled in the other: 2^-8 each.
@@ -160,7 +141,7 @@ TEST_P(LandedScores, AgreeWithTheOtherPipelineOverSeveralWaves) {
     ASSERT_TRUE(loaded.o.fill(0xff).is_ok());
     const bool unfused = GetParam() == "unfused_cublaslt";
     ASSERT_TRUE(loaded.run(entry_of(unfused ? "half_fused_sm90" : "unfused_cublaslt")).is_ok());
-    EXPECT_LT(relative_difference(ours, loaded.output()), 0.01);
+    EXPECT_LT(testing::relative_difference(ours, loaded.output()), 0.01);
   }
 }
 
