@@ -43,6 +43,21 @@ __device__ std::int64_t chunk_of_thread() {
   return std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
 }
 
+/// Calls body(upper, block, row, first column, scale) for each run of kRowWidth elements of a
+/// chunk.
+template <DType kDType, typename Body>
+__device__ void for_each_run(const PackParams& p, const base::ChunkPlace& place, Body body) {
+#pragma unroll
+  for (int upper = 0; upper < 2; ++upper) {
+#pragma unroll
+    for (int block = 0; block < (kDType == DType::int4 ? 2 : 1); ++block) {
+      const std::int64_t row = place.row + 8 * upper, col = place.col + block * base::kBlockCols;
+      body(upper, block, row, col,
+           base::load_scale(p.shape, static_cast<const std::uint8_t*>(p.packed), row, col));
+    }
+  }
+}
+
 /// One thread a chunk, whose scales are there.
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackParams p) {
@@ -52,21 +67,15 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
   }
   const base::ChunkPlace place = base::place_of_chunk(p.shape, chunk);
   std::uint32_t words[4] = {};
+  const auto put = [&](int upper, int block, std::int64_t row, std::int64_t col, float scale) {
 #pragma unroll
-  for (int upper = 0; upper < 2; ++upper) {
-#pragma unroll
-    for (int block = 0; block < (kDType == DType::int4 ? 2 : 1); ++block) {
-      const std::int64_t row = place.row + 8 * upper, col = place.col + block * base::kBlockCols;
-      const float scale =
-          base::load_scale(p.shape, static_cast<const std::uint8_t*>(p.packed), row, col);
-#pragma unroll
-      for (int i = 0; i < kRowWidth; ++i) {
-        const float value = element(p.matrix, p.matrix.at(0, row, 0) + col + i);
-        base::put_code(kDType, upper, block * kRowWidth + i,
-                       base::encode(kDType, base::quotient_of(value, scale)), words);
-      }
+    for (int i = 0; i < kRowWidth; ++i) {
+      const float value = element(p.matrix, p.matrix.at(0, row, 0) + col + i);
+      base::put_code(kDType, upper, block * kRowWidth + i,
+                     base::encode(kDType, base::quotient_of(value, scale)), words);
     }
-  }
+  };
+  for_each_run<kDType>(p, place, put);
   *reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(p.packed) + place.offset) =
       uint4{words[0], words[1], words[2], words[3]};
 }
@@ -81,21 +90,15 @@ __global__ void __launch_bounds__(kThreads) unpack_chunks(const __grid_constant_
   const uint4 raw =
       *reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.packed) + place.offset);
   const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  const auto store = [&](int upper, int block, std::int64_t row, std::int64_t col, float scale) {
+    float values[kRowWidth];
 #pragma unroll
-  for (int upper = 0; upper < 2; ++upper) {
-#pragma unroll
-    for (int block = 0; block < (kDType == DType::int4 ? 2 : 1); ++block) {
-      const std::int64_t row = place.row + 8 * upper, col = place.col + block * base::kBlockCols;
-      const float scale =
-          base::load_scale(p.shape, static_cast<const std::uint8_t*>(p.packed), row, col);
-      float values[kRowWidth];
-#pragma unroll
-      for (int i = 0; i < kRowWidth; ++i) {
-        values[i] = base::code_value(kDType, upper, block * kRowWidth + i, words) * scale;
-      }
-      store_eight(p.matrix, p.matrix.at(0, row, 0) + col, kRowWidth, values);
+    for (int i = 0; i < kRowWidth; ++i) {
+      values[i] = base::code_value(kDType, upper, block * kRowWidth + i, words) * scale;
     }
-  }
+    store_eight(p.matrix, p.matrix.at(0, row, 0) + col, kRowWidth, values);
+  };
+  for_each_run<kDType>(p, place, store);
 }
 
 Status launch_over(const void* kernel, const PackParams& params, std::int64_t items, void* stream) {
