@@ -11,10 +11,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "bf16_case.h"
 #include "hw/cpu/amx.h"
 #include "kernels/cpu/forward_bf16_run.h"
 
@@ -66,7 +66,7 @@ constexpr std::int64_t kScoreDots = 16;
 namespace {
 
 using namespace rafter;
-using Bits = std::vector<std::uint16_t>;
+using namespace rafter::bench;
 
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -130,47 +130,20 @@ void count_units(int threads, double seconds) {
   }
 }
 
-struct Shape {
-  std::int64_t seqlen, head_dim;
-  bool causal;
-};
-
-Bits random_bf16(std::int64_t elements, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  Bits out(static_cast<std::size_t>(elements));
-  std::generate(out.begin(), out.end(), [&] { return f32_to_bf16(normal(generator)); });
-  return out;
-}
-
 /// The forward of 8 heads between probes, for so many seconds.
 void measure(const Shape& shape, int threads, double seconds, double unit_s) {
-  constexpr std::int64_t kHeads = 8;
-  const std::int64_t n = shape.seqlen, d = shape.head_dim, elements = n * kHeads * d;
-  const KernelProblem problem = {
-      .attention = {.heads_q = kHeads,
-                    .heads_kv = kHeads,
-                    .seqlen_q = n,
-                    .seqlen_kv = n,
-                    .head_dim = d,
-                    .head_dim_v = d,
-                    .dtype = DType::bf16,
-                    .mask = shape.causal ? Mask::causal() : Mask::none(),
-                    .softmax_scale = 1 / std::sqrt(static_cast<float>(d))},
-      .threads = threads};
+  const std::int64_t n = shape.seqlen, elements = shape.elements();
+  const KernelProblem problem = shape.problem(threads);
   Bits q = random_bf16(elements, 1), k = random_bf16(elements, 2), v = random_bf16(elements, 3);
   Bits o(static_cast<std::size_t>(elements));
   std::vector<float> lse(static_cast<std::size_t>(n * kHeads));
-  const auto view = [&](Bits& x) {
-    return TensorView::contiguous(x.data(), DType::bf16, 1, n, kHeads, d);
-  };
   const std::int64_t bytes = forward_bf16::workspace(problem);
   std::vector<std::byte> memory(static_cast<std::size_t>(bytes) + 64);
   void* at = memory.data();
   std::size_t space = memory.size();
   std::align(64, static_cast<std::size_t>(bytes), at, space);
-  const ForwardInputs in = {view(q), view(k), view(v)};
-  const ForwardOutputs out = {view(o), LseView::contiguous(lse.data(), 1, kHeads, n)};
+  const ForwardInputs in = {shape.view(q), shape.view(k), shape.view(v)};
+  const ForwardOutputs out = {shape.view(o), LseView::contiguous(lse.data(), 1, kHeads, n)};
   const ForwardCall call = {problem, in, out, {at, bytes}};
   std::vector<double> all, alone;
   const double end = seconds_now() + seconds;
@@ -188,8 +161,7 @@ void measure(const Shape& shape, int threads, double seconds, double unit_s) {
     }
     before = after;
   }
-  const double flops =
-      2 * static_cast<double>(d * kHeads * n) * static_cast<double>(shape.causal ? n + 1 : 2 * n);
+  const double flops = 2 * shape.product_flops();
   const auto rate = [&](const std::vector<double>& times) {
     return times.empty() ? std::string("null") : std::to_string(flops / quantile(times, 0.5));
   };
@@ -197,9 +169,9 @@ void measure(const Shape& shape, int threads, double seconds, double unit_s) {
       "{\"record\":\"amx_forward\",\"case\":{\"seqlen\":%lld,\"head_dim\":%lld,\"heads\":%lld,"
       "\"causal\":%d,\"threads\":%d},\"n\":%zu,\"n_alone\":%zu,\"flop_per_s\":%s,"
       "\"alone_flop_per_s\":%s,\"best_flop_per_s\":%.6g}\n",
-      static_cast<long long>(n), static_cast<long long>(d), static_cast<long long>(kHeads),
-      shape.causal ? 1 : 0, threads, all.size(), alone.size(), rate(all).c_str(),
-      rate(alone).c_str(), flops / quantile(all, 0));
+      static_cast<long long>(n), static_cast<long long>(shape.head_dim),
+      static_cast<long long>(kHeads), shape.causal ? 1 : 0, threads, all.size(), alone.size(),
+      rate(all).c_str(), rate(alone).c_str(), flops / quantile(all, 0));
   std::fflush(stdout);
 }
 

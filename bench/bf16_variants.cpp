@@ -11,10 +11,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "bf16_case.h"
 #include "hw/cpu/amx.h"
 #include "kernels/cpu/backward_bf16_run.h"
 #include "kernels/cpu/forward_bf16_run.h"
@@ -52,8 +52,7 @@ constexpr backward_bf16::Functions kBackwardApart = kBackward<{.interleave = fal
 namespace {
 
 using namespace rafter;
-
-using Bits = std::vector<std::uint16_t>;
+using namespace rafter::bench;
 
 /// One problem's tensors, contiguous, and a workspace large enough for every variant.
 struct Scene {
@@ -137,33 +136,10 @@ std::vector<Variant> backward_variants() {
   };
 }
 
-Bits random_bf16(std::int64_t elements, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal;
-  Bits out(static_cast<std::size_t>(elements));
-  std::generate(out.begin(), out.end(), [&] { return f32_to_bf16(normal(generator)); });
-  return out;
-}
-
-struct Shape {
-  std::int64_t seqlen, head_dim;
-  bool causal;
-};
-
 int measure(const std::vector<Variant>& variants, bool backward, const Shape& shape, int threads,
             double seconds) {
-  constexpr std::int64_t kHeads = 8;
-  const std::int64_t n = shape.seqlen, d = shape.head_dim, elements = n * kHeads * d;
-  Scene scene = {.problem = {.attention = {.heads_q = kHeads,
-                                           .heads_kv = kHeads,
-                                           .seqlen_q = n,
-                                           .seqlen_kv = n,
-                                           .head_dim = d,
-                                           .head_dim_v = d,
-                                           .dtype = DType::bf16,
-                                           .mask = shape.causal ? Mask::causal() : Mask::none(),
-                                           .softmax_scale = 1 / std::sqrt(static_cast<float>(d))},
-                             .threads = threads},
+  const std::int64_t n = shape.seqlen, elements = shape.elements();
+  Scene scene = {.problem = shape.problem(threads),
                  .q = random_bf16(elements, 1),
                  .k = random_bf16(elements, 2),
                  .v = random_bf16(elements, 3),
@@ -210,7 +186,6 @@ int measure(const std::vector<Variant>& variants, bool backward, const Shape& sh
     std::fprintf(stderr, "%s\n", times.status().message().c_str());
     return 1;
   }
-  const double pairs = static_cast<double>(n) * static_cast<double>(shape.causal ? n + 1 : 2 * n);
   for (std::size_t i = 0; i < times->size(); ++i) {
     const Statistics& s = (*times)[i].seconds;
     std::printf(
@@ -218,9 +193,9 @@ int measure(const std::vector<Variant>& variants, bool backward, const Shape& sh
         "%lld,\"heads\":%lld,\"causal\":%d,\"threads\":%d},\"median_s\":%.9g,\"p10_s\":%.9g,"
         "\"p90_s\":%.9g,\"n\":%lld,\"flop_per_s\":%.6g}\n",
         backward ? "_backward" : "", variants[i].name.c_str(), static_cast<long long>(n),
-        static_cast<long long>(d), static_cast<long long>(kHeads), shape.causal ? 1 : 0, threads,
-        s.median, s.p10, s.p90, static_cast<long long>(s.n),
-        (backward ? 5.0 : 2.0) * static_cast<double>(d * kHeads) * pairs / s.median);
+        static_cast<long long>(shape.head_dim), static_cast<long long>(kHeads),
+        shape.causal ? 1 : 0, threads, s.median, s.p10, s.p90, static_cast<long long>(s.n),
+        (backward ? 5.0 : 2.0) * shape.product_flops() / s.median);
   }
   std::fflush(stdout);
   return 0;
