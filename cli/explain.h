@@ -57,9 +57,9 @@ void append_prediction(Document& document, const Prediction& prediction);
 /// Cost and prediction with the sentences above and below the table.
 void append_roofline(Document& document, const std::string& subject, const Cost& cost,
                      const Prediction& prediction);
-/// The number, or null when the optional is empty.
 /// Ceilings in their order: name, flop_per_s, advice.
 Json ceilings_json(const std::vector<Ceiling>& ceilings);
+/// The number, or null when the optional is empty.
 Json optional_number(const std::optional<double>& value);
 
 // One function per verb; each adds its subcommand.

@@ -228,28 +228,11 @@ class Call {
   }
 
   Status gather() const {
-    struct Copy {
-      const TensorView* view;
-      std::byte* target;
-      cuda::RowsOf rows_of;
-    };
-    for (const Copy& copy : {Copy{&call_.in.q, q_.data, cuda::RowsOf::queries},
-                             Copy{&call_.in.k, k_.data, cuda::RowsOf::keys},
-                             Copy{&call_.in.v, v_.data, cuda::RowsOf::keys}}) {
-      const cuda::GatherRows rows{.source = copy.view->data,
-                                  .stride_batch = copy.view->stride_batch,
-                                  .stride_seqlen = copy.view->stride_seqlen,
-                                  .stride_heads = copy.view->stride_heads,
-                                  .target = copy.target,
-                                  .head_dim = static_cast<int>(copy.view->head_dim),
-                                  .rows_of = copy.rows_of,
-                                  .first_pair = 0,
-                                  .pairs = runs_ * run_length_};
-      if (Status status = cuda::launch_gather(problem_, rows, stream_); !status) {
-        return status;
-      }
-    }
-    return Status::ok();
+    return cuda::gather_views(problem_,
+                              {{call_.in.q, q_.data, cuda::RowsOf::queries},
+                               {call_.in.k, k_.data, cuda::RowsOf::keys},
+                               {call_.in.v, v_.data, cuda::RowsOf::keys}},
+                              0, runs_ * run_length_, stream_);
   }
 
   // ---- blocks

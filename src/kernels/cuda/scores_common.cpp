@@ -129,6 +129,25 @@ Status check_score_rows(const char* name, const TensorView& t) {
   return Status::ok();
 }
 
+Status gather_views(const ScoreProblem& problem, std::initializer_list<GatheredView> views,
+                    std::int64_t first_pair, std::int64_t pairs, void* stream) {
+  for (const auto& [view, target, rows_of] : views) {
+    const GatherRows rows{.source = view.data,
+                          .stride_batch = view.stride_batch,
+                          .stride_seqlen = view.stride_seqlen,
+                          .stride_heads = view.stride_heads,
+                          .target = target,
+                          .head_dim = static_cast<int>(view.head_dim),
+                          .rows_of = rows_of,
+                          .first_pair = first_pair,
+                          .pairs = pairs};
+    if (Status status = launch_gather(problem, rows, stream); !status) {
+      return status;
+    }
+  }
+  return Status::ok();
+}
+
 std::byte* aligned_scores(void* workspace) {
   const auto past = reinterpret_cast<std::uintptr_t>(workspace) % kScoreAlign;
   return static_cast<std::byte*>(workspace) + (past == 0 ? 0 : kScoreAlign - past);
@@ -234,28 +253,11 @@ Status ScoreCall::gather(const ScoreWave& wave) const {
   if (!sizes_.gathered) {
     return Status::ok();
   }
-  struct Copy {
-    const TensorView* view;
-    std::byte* target;
-    RowsOf rows_of;
-  };
-  for (const Copy& copy :
-       {Copy{&call_.in.q, q_, RowsOf::queries}, Copy{&call_.in.k, k_, RowsOf::keys},
-        Copy{&call_.in.v, v_, RowsOf::keys}}) {
-    const GatherRows rows{.source = copy.view->data,
-                          .stride_batch = copy.view->stride_batch,
-                          .stride_seqlen = copy.view->stride_seqlen,
-                          .stride_heads = copy.view->stride_heads,
-                          .target = copy.target,
-                          .head_dim = static_cast<int>(copy.view->head_dim),
-                          .rows_of = copy.rows_of,
-                          .first_pair = wave.first_pair,
-                          .pairs = wave.pairs};
-    if (Status status = launch_gather(problem_, rows, call_.stream.handle); !status) {
-      return status;
-    }
-  }
-  return Status::ok();
+  return gather_views(problem_,
+                      {{call_.in.q, q_, RowsOf::queries},
+                       {call_.in.k, k_, RowsOf::keys},
+                       {call_.in.v, v_, RowsOf::keys}},
+                      wave.first_pair, wave.pairs, call_.stream.handle);
 }
 
 ScoreCall::Side ScoreCall::side_of(const TensorView& view, std::int64_t pair, std::int64_t row,

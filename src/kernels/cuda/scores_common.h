@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,6 +36,15 @@ Reach scores_reach(const KernelProblem& problem, Pipeline pipeline, Pass pass, R
 /// Alignment and strides that cuBLASLt and 16-byte accesses can take, or the first that they
 /// cannot.
 Status check_score_rows(const char* name, const TensorView& view);
+
+/// launch_gather of each view.
+struct GatheredView {
+  const TensorView& view;
+  void* target;
+  RowsOf rows_of;
+};
+Status gather_views(const ScoreProblem& problem, std::initializer_list<GatheredView> views,
+                    std::int64_t first_pair, std::int64_t pairs, void* stream);
 /// The first address of a lent workspace that is a multiple of kScoreAlign.
 std::byte* aligned_scores(void* workspace);
 /// A dimension of one element has no stride of its own.
