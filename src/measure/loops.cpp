@@ -122,7 +122,6 @@ double Exp(std::int64_t rounds, float* HWY_RESTRICT sink) {
   return 4.0 * static_cast<double>(hn::Lanes(d)) * static_cast<double>(rounds);
 }
 
-std::size_t LanesOfTarget() { return hn::Lanes(Tag()); }
 const char* NameOfTarget() { return hwy::TargetName(HWY_TARGET); }
 
 }  // namespace
@@ -138,7 +137,6 @@ HWY_EXPORT(Write);
 HWY_EXPORT(Copy);
 HWY_EXPORT(Fma);
 HWY_EXPORT(Exp);
-HWY_EXPORT(LanesOfTarget);
 HWY_EXPORT(NameOfTarget);
 
 float loop_read(const float* floats, std::size_t count) {
@@ -156,7 +154,6 @@ double loop_fma(std::int64_t rounds, float* sink) {
 double loop_exp(std::int64_t rounds, float* sink) {
   return HWY_DYNAMIC_DISPATCH(Exp)(rounds, sink);
 }
-std::size_t loop_lanes() { return HWY_DYNAMIC_DISPATCH(LanesOfTarget)(); }
 const char* loop_target() { return HWY_DYNAMIC_DISPATCH(NameOfTarget)(); }
 
 }  // namespace rafter::measure

@@ -22,8 +22,7 @@ double loop_fma(std::int64_t rounds, float* sink);
 /// many were computed.
 double loop_exp(std::int64_t rounds, float* sink);
 
-/// Lanes of f32 in a vector of the instruction set chosen, and its name ("AVX2").
-std::size_t loop_lanes();
+/// Name of the instruction set chosen ("AVX2").
 const char* loop_target();
 
 }  // namespace rafter::measure
