@@ -198,8 +198,10 @@ struct Cost {
 
   double pairs = 0;         // visible (query, key) pairs over batch and query heads
   double exponentials = 0;  // of those flops
-  double tile_flops = 0;    // of a fused forward pass, blocks of score_block_rows whole; else flops
-  double kv_bytes = 0;      // K and V (with scales) read; decode
+  /// Of a fused forward pass: blocks of score_block_rows whole, and for each the time of as many
+  /// keys more, since nothing runs under its first softmax; else flops.
+  double tile_flops = 0;
+  double kv_bytes = 0;  // K and V (with scales) read; decode
   std::vector<KernelCost> kernels;
   // For the ceilings below the roof; 0 where the notion does not apply.
   double unfused_bytes = 0;  // the same attention by the unfused pipeline
@@ -300,8 +302,8 @@ struct Prediction {
   double time_dispatch_s = 0;  // NaN when the device has no launch_s (dispatch_reason says so)
   double time_sum_s = 0;       // the pessimistic end: nothing overlaps
   /// Fused attention at the rate that the device was measured to do its two products and the
-  /// softmax between them (attention_<dtype>_flop_per_s): beyond the roofs, so not in the times
-  /// above. 0: unknown, or no such kernel.
+  /// softmax between them (attention_<dtype>_flop_per_s), products' own at most: beyond the roofs,
+  /// so not in the times above. 0: unknown, or no such kernel.
   double time_fused_s = 0;
   double time_low_s = 0, time_high_s = 0;  // by the measured spread of the device's figures; else
                                            // time_s

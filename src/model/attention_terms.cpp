@@ -58,7 +58,7 @@ class Builder {
     return std::move(cost_);
   }
   Cost& cost() { return cost_; }
-  /// Blocks that a mask cuts are computed whole: so many times the visible pairs.
+  /// Blocks are computed whole and begin: so many times the visible pairs.
   void compute_whole(double times) { whole_ = times; }
 
  private:
@@ -116,6 +116,7 @@ void AttentionTotals::add(const AttentionTotals& other, double times) {
   pairs += times * other.pairs;
   landed_pairs += times * other.landed_pairs;
   landed_key_reads += times * other.landed_key_reads;
+  begun_pairs += times * other.begun_pairs;
   all_pairs += times * other.all_pairs;
   index_bytes += times * other.index_bytes;
   page_table_bytes += times * other.page_table_bytes;
@@ -164,6 +165,7 @@ AttentionTotals totals_of(const AttentionShape& shape, double rows, double keys,
   t.key_reads = seen * passes;
   t.landed_pairs = t.pairs;
   t.landed_key_reads = t.key_reads;
+  t.begun_pairs = t.pairs > 0 ? rows * convention.score_block_rows : 0;
   if (convention.score_block_rows > 0 && !mask.is_none()) {
     const tiles::Landed landed =
         tiles::landed(rows, keys, left, right, offset, convention.score_block_rows);
@@ -224,7 +226,8 @@ Cost forward_terms(const AttentionShape& shape, const AttentionTotals& totals, P
     build.move("v", s.v, s.b_kv);
   } else {
     build.kernel("attention", qk_flops + pv_flops, softmax_flops);
-    build.compute_whole(totals.pairs > 0 ? totals.landed_pairs / totals.pairs : 1);
+    build.compute_whole(totals.pairs > 0 ? (totals.landed_pairs + totals.begun_pairs) / totals.pairs
+                                         : 1);
     read_q_and_k();
     build.move("v", s.v, s.b_kv);
     build.move("scores", passes * pairs, b_scores);

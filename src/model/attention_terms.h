@@ -27,7 +27,8 @@ struct AttentionTotals {
   double pairs = 0;         // visible scores
   double landed_pairs = 0;  // scores that products write where they land, and
   double landed_key_reads = 0;  // key rows that those read per KV head: by score_block_rows
-  double all_pairs = 0;         // rows · keys
+  double begun_pairs = 0;  // of as many keys as rows for every block of rows: by score_block_rows
+  double all_pairs = 0;    // rows · keys
   double index_bytes = 0, page_table_bytes = 0;
 
   void add(const AttentionTotals& other, double times);

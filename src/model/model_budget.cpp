@@ -179,12 +179,13 @@ Attention attention_of(const Step& step, Pipeline pipeline) {
   const double landing = step.measured != nullptr
                              ? model::landing_seconds(layer, *step.measured, step.bandwidth())
                              : 0;
-  const double fused = step.measured != nullptr ? model::fused_seconds(layer, *step.measured) : 0;
-  a.work.seconds = step.layers() * std::max({layer.flops / (efficiency * step.roof.peak_flop_per_s),
-                                             layer.bytes / step.bandwidth() + landing, fused});
+  const double peak = efficiency * step.roof.peak_flop_per_s;
+  const double fused =
+      step.measured != nullptr ? model::fused_seconds(layer, *step.measured, peak) : 0;
+  a.work.seconds = step.layers() *
+                   std::max({layer.flops / peak, layer.bytes / step.bandwidth() + landing, fused});
   a.untiled_seconds =
-      step.layers() * std::max(layer.flops / (efficiency * step.roof.peak_flop_per_s),
-                               layer.untiled_bytes / step.bandwidth());
+      step.layers() * std::max(layer.flops / peak, layer.untiled_bytes / step.bandwidth());
   a.kv_bytes = step.layers() * layer.kv_bytes;
   a.launches_per_layer = layer.launches;
   return a;

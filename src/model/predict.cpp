@@ -55,14 +55,14 @@ double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_
   return seconds;
 }
 
-double fused_seconds(const Cost& cost, const DeviceSpec& device) {
+double fused_seconds(const Cost& cost, const DeviceSpec& device, double peak_flop_per_s) {
   // The rate is one of head_dim 128: with more FLOPs for an exponential kernels are quicker.
   constexpr double kMeasuredFlops = 4 * 128;
   const bool fused = cost.kernels.size() == 1 && cost.kernels[0].name == "attention" &&
                      cost.matmul_flops <= kMeasuredFlops * cost.exponentials;
   const Figure* const rate =
       device.find(fmt::format("attention_{}_flop_per_s", to_string(cost.dtype)));
-  return fused && rate != nullptr ? cost.tile_flops / rate->value : 0;
+  return fused && rate != nullptr ? cost.tile_flops / std::min(rate->value, peak_flop_per_s) : 0;
 }
 
 }  // namespace model
@@ -193,7 +193,8 @@ Result<Prediction> predict(const Cost& cost, const DeviceSpec& device,
   p.time_low_s = times(high_of(*roof.peak), high_of(*roof.bandwidth));
   p.time_high_s = times(low_of(*roof.peak), low_of(*roof.bandwidth));
   p.time_s = times(r->peak_flop_per_s, r->bandwidth_bytes_per_s);  // last: leaves its terms in p
-  p.time_fused_s = model::fused_seconds(cost, device);
+  p.time_fused_s =
+      model::fused_seconds(cost, device, convention.compute_efficiency * r->peak_flop_per_s);
   p.time_sum_s =
       p.time_compute_s + p.time_bandwidth_s + (std::isnan(dispatch.seconds) ? 0 : dispatch.seconds);
 

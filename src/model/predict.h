@@ -24,7 +24,8 @@ Dispatch dispatch_cost(double launches, const DeviceSpec& device, const Conventi
 double landing_seconds(const Cost& cost, const DeviceSpec& device, double bytes_per_s);
 
 /// Seconds of a kernel that does both products of attention and the softmax between them, at the
-/// rate that the device was measured to do all three; 0 where it lacks the figure, and for others.
-double fused_seconds(const Cost& cost, const DeviceSpec& device);
+/// rate that the device was measured to do all three on operands in place, or at that of products
+/// where it is less; 0 where it lacks the figure, and for others.
+double fused_seconds(const Cost& cost, const DeviceSpec& device, double peak_flop_per_s);
 
 }  // namespace rafter::model

@@ -313,7 +313,8 @@ TEST(AttentionCost, BlocksOfRowsLandWithTheKeysThatSomeOfThemSees) {
           const Cost fused = must(attention_cost(p, Pipeline::fused, Pass::forward, c));
           EXPECT_EQ(fused.bytes, must(attention_cost(p, Pipeline::fused)).bytes);
           EXPECT_EQ(fused.flops, pairs * (2 * (5 + 7) + 5));
-          EXPECT_DOUBLE_EQ(fused.tile_flops, (pairs > 0 ? landed : 0) * (2 * (5 + 7) + 5));
+          const double begun = 2 * 6 * static_cast<double>(q * block);
+          EXPECT_DOUBLE_EQ(fused.tile_flops, pairs > 0 ? (landed + begun) * (2 * (5 + 7) + 5) : 0);
           EXPECT_EQ(unfused.tile_flops, unfused.flops);
         }
       }

@@ -298,11 +298,17 @@ TEST(ModelBudget, TakesTheRateThatFusedAttentionWasMeasuredToReach) {
   h200.figures["attention_bf16_flop_per_s"] = rate;
   const ModelBudget measured = must(model_budget(prefill(4096), h200));
   EXPECT_EQ(measured.attention_time_s, measured.attention_flops / rate.value);
-  Convention blocks;  // a causal mask cuts one block of 128 keys in two for every 128 rows
+  // For every 128 rows a causal mask cuts one block of 128 keys in two, and as many are the first.
+  Convention blocks;
   blocks.score_block_rows = 128;
   const ModelBudget whole = must(model_budget(prefill(4096), h200, blocks));
-  EXPECT_DOUBLE_EQ(whole.attention_time_s, measured.attention_time_s * (4096.0 + 128) / (4096 + 1));
+  EXPECT_DOUBLE_EQ(whole.attention_time_s,
+                   measured.attention_time_s * (4096.0 + 128 + 2 * 128) / (4096 + 1));
   EXPECT_EQ(whole.attention_flops, measured.attention_flops);
+  rate.value *= 4;  // what is in place cannot be multiplied sooner than by products alone
+  h200.figures["attention_bf16_flop_per_s"] = rate;
+  EXPECT_DOUBLE_EQ(must(model_budget(prefill(4096), h200, blocks)).attention_time_s,
+                   whole.attention_time_s / 2);
   EXPECT_EQ(measured.gemm_time_s, roof.gemm_time_s);
   EXPECT_EQ(measured.ceilings.front().flop_per_s, roof.ceilings.front().flop_per_s);
   ModelStep unfused = prefill(4096);

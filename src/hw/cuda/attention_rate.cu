@@ -1,6 +1,7 @@
 #include <cuda_runtime_api.h>
 
 #include "hw/cuda/attention_rate.h"
+#include "hw/cuda/barrier.cuh"
 #include "hw/cuda/launch.h"
 #include "hw/cuda/wgmma.cuh"
 
@@ -14,7 +15,7 @@ constexpr int kTileBytes = kKeys * kDim * 2;
 // need not know. PTX ISA, "Matrix descriptor": address, leading and stride offset over 16, the
 // swizzle.
 constexpr int kBoxBytes = kKeys * 128, kGroupBytes = 8 * 128;
-constexpr int kSharedBytes = 2 * kTileBytes + kGroupBytes;
+constexpr int kSharedBytes = 2 * kTileBytes + 16 + kGroupBytes;
 constexpr std::uint64_t kKMajor = std::uint64_t{kGroupBytes / 16} << 32 | std::uint64_t{1} << 62;
 constexpr std::uint64_t kMnMajor = kKMajor | std::uint64_t{kBoxBytes / 16} << 16;
 
@@ -71,9 +72,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(float* sink, int
   for (int i = static_cast<int>(threadIdx.x); i < 2 * kTileBytes / 4; i += kThreads) {
     words[i] = random_pair<kDType>(static_cast<std::uint32_t>(i));
   }
+  const std::uint32_t k = start + skip, v = k + kTileBytes, arrivals = v + kTileBytes;
+  if (threadIdx.x == 0) {
+    barrier_init(arrivals, kThreads / 32);
+  }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
-  const std::uint32_t k = start + skip, v = k + kTileBytes;
 
   std::uint32_t q[kSteps][4], p[32];
 #pragma unroll
@@ -117,6 +121,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(float* sink, int
     wgmma_wait<1>();
     keep_in_place(s);
     softmax(s, max, sum);
+    // ptxas moves the wait for PV above arithmetic that does not depend on it, and the softmax
+    // would not run under PV: an arrival whose address needs the sums, which are not below 0, stays
+    // before it. Nobody waits for it.
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(arrivals + (sum[0] + sum[1] < 0 ? 8 : 0));
+    }
     wgmma_wait<0>();
     keep_in_place(o);
     probabilities();
