@@ -179,8 +179,7 @@ Scene make_scene(const Case& c, const Values& values, const RunOptions& options)
   Scene scene;
   AttentionProblem& p = scene.problem;
   p = sized_problem(c);
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const auto [heads_kv, dim_v] = dims_of(p);
   if (p.layout == Layout::packed) {
     scene.q_starts = scene.kv_starts = {0};
     for (std::int64_t b = 0; b < p.batch; ++b) {
@@ -297,7 +296,10 @@ OracleOptions oracle_options(const AttentionProblem& p) {
   return options;
 }
 
-/// Rows of one head of one sequence out of [Σ rows, heads, dim].
+Dims dims_of(const AttentionProblem& p) {
+  return {p.heads_kv == 0 ? p.heads_q : p.heads_kv, p.head_dim_v == 0 ? p.head_dim : p.head_dim_v};
+}
+
 std::vector<double> head_of(const std::vector<float>& values, std::int64_t first, std::int64_t rows,
                             std::int64_t heads, std::int64_t head, std::int64_t dim) {
   std::vector<double> out;
@@ -308,6 +310,26 @@ std::vector<double> head_of(const std::vector<float>& values, std::int64_t first
     }
   }
   return out;
+}
+
+void for_each_head(const Case& c, const Values& values,
+                   const std::function<void(const CaseHead&, const OracleHead&)>& body) {
+  const AttentionProblem& p = c.problem;
+  const auto [heads_kv, dim_v] = dims_of(p);
+  CaseHead at;
+  for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
+    at.rows = c.lengths_q[b];
+    at.keys = c.lengths_kv[b];
+    for (at.h = 0; at.h < p.heads_q; ++at.h) {
+      at.h_kv = at.h * heads_kv / p.heads_q;
+      const auto q = head_of(values.q, at.q_first, at.rows, p.heads_q, at.h, p.head_dim);
+      const auto k = head_of(values.k, at.kv_first, at.keys, heads_kv, at.h_kv, p.head_dim);
+      const auto v = head_of(values.v, at.kv_first, at.keys, heads_kv, at.h_kv, dim_v);
+      body(at, {at.rows, at.keys, p.head_dim, dim_v, q.data(), k.data(), v.data()});
+    }
+    at.q_first += at.rows;
+    at.kv_first += at.keys;
+  }
 }
 
 Status try_case(const Case& c, const Values& values, const RunOptions& options, Output& output) {
@@ -346,54 +368,41 @@ Output run_case(const Case& c, const Values& values, const RunOptions& options) 
 
 Expected expect_values(const Case& c, const Values& values) {
   const AttentionProblem& p = c.problem;
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
-  OracleOptions options = oracle_options(p);
+  const std::int64_t dim_v = dims_of(p).dim_v;
   const auto round = [&p](float x) { return round_to(p.dtype, x); };
   Expected expected;
   const std::int64_t total_q = sum_of(c.lengths_q);
   expected.o.resize(index(total_q * p.heads_q * dim_v));
   expected.lse.resize(index(total_q * p.heads_q));
-  std::int64_t q_first = 0, kv_first = 0;
-  for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
-    const std::int64_t rows = c.lengths_q[b];
-    const std::int64_t keys = c.lengths_kv[b];
-    options.tree = p.tree_mask ? values.tree_mask.data() + q_first : nullptr;
-    for (std::int64_t h = 0; h < p.heads_q; ++h) {
-      const std::int64_t h_kv = h * heads_kv / p.heads_q;
-      const auto q = head_of(values.q, q_first, rows, p.heads_q, h, p.head_dim);
-      const auto k = head_of(values.k, kv_first, keys, heads_kv, h_kv, p.head_dim);
-      const auto v = head_of(values.v, kv_first, keys, heads_kv, h_kv, dim_v);
-      const OracleHead head{rows, keys, p.head_dim, dim_v, q.data(), k.data(), v.data()};
-      double error_o = 0, error_lse = 0, logit = 0;
+  for_each_head(c, values, [&](const CaseHead& at, const OracleHead& head) {
+    OracleOptions options = oracle_options(p);
+    options.tree = p.tree_mask ? values.tree_mask.data() + at.q_first : nullptr;
+    double error_o = 0, error_lse = 0, logit = 0;
 #pragma omp parallel for num_threads(2) schedule(dynamic, 1) \
     reduction(max                                            \
-              : error_o, error_lse, logit) if (rows * keys > 20000)
-      for (std::int64_t i = 0; i < rows; ++i) {
-        const std::int64_t row = (q_first + i) * p.heads_q + h;
-        double* const o = expected.o.data() + row * dim_v;
-        const double lse = oracle_row(head, options, i, o);
-        expected.lse[index(row)] = lse;
-        logit = std::fmax(logit, oracle_largest_logit(head, options, i));
-        // The naive result depends on the order of its sums: the worse of two orders counts.
-        for (const bool backwards : {false, true}) {
-          std::vector<double> naive(index(dim_v));
-          const double naive_lse = naive_row(head, options, i, backwards, round, naive.data());
-          for (std::int64_t d = 0; d < dim_v; ++d) {
-            error_o = std::fmax(error_o, std::fabs(naive[index(d)] - o[d]));
-          }
-          if (std::isfinite(lse)) {
-            error_lse = std::fmax(error_lse, std::fabs(naive_lse - lse));
-          }
+              : error_o, error_lse, logit) if (at.rows * at.keys > 20000)
+    for (std::int64_t i = 0; i < at.rows; ++i) {
+      const std::int64_t row = (at.q_first + i) * p.heads_q + at.h;
+      double* const o = expected.o.data() + row * dim_v;
+      const double lse = oracle_row(head, options, i, o);
+      expected.lse[index(row)] = lse;
+      logit = std::fmax(logit, oracle_largest_logit(head, options, i));
+      // The naive result depends on the order of its sums: the worse of two orders counts.
+      for (const bool backwards : {false, true}) {
+        std::vector<double> naive(index(dim_v));
+        const double naive_lse = naive_row(head, options, i, backwards, round, naive.data());
+        for (std::int64_t d = 0; d < dim_v; ++d) {
+          error_o = std::fmax(error_o, std::fabs(naive[index(d)] - o[d]));
+        }
+        if (std::isfinite(lse)) {
+          error_lse = std::fmax(error_lse, std::fabs(naive_lse - lse));
         }
       }
-      expected.largest_logit = std::fmax(expected.largest_logit, logit);
-      expected.naive_error_o = std::fmax(expected.naive_error_o, error_o);
-      expected.naive_error_lse = std::fmax(expected.naive_error_lse, error_lse);
     }
-    q_first += rows;
-    kv_first += keys;
-  }
+    expected.largest_logit = std::fmax(expected.largest_logit, logit);
+    expected.naive_error_o = std::fmax(expected.naive_error_o, error_o);
+    expected.naive_error_lse = std::fmax(expected.naive_error_lse, error_lse);
+  });
   return expected;
 }
 
@@ -451,7 +460,7 @@ double largest(const std::vector<double>& values) {
 
 ::testing::AssertionResult close_to(const Output& output, const Expected& expected, const Case& c) {
   const AttentionProblem& p = c.problem;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const std::int64_t dim_v = dims_of(p).dim_v;
   constexpr double kUlp32 = 0x1p-23;
   // Half an ulp of the dtype: what one more or one less rounding of the result changes.
   const double half_ulp = p.dtype == DType::bf16 ? 0x1p-9 : p.dtype == DType::f16 ? 0x1p-12 : 0;

@@ -61,8 +61,7 @@ Values make_values(const Case& c) {
   std::mt19937 generator(c.seed);
   std::normal_distribution<double> normal(0.0, 1.0);
   const AttentionProblem& p = c.problem;
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const auto [heads_kv, dim_v] = dims_of(p);
   const auto fill = [&](std::int64_t count, double sigma) {
     std::vector<float> values(index(count));
     for (float& value : values) {

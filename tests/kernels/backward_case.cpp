@@ -16,13 +16,6 @@
 namespace rafter::testing {
 namespace {
 
-struct Dims {
-  std::int64_t heads_kv, dim_v;
-};
-Dims dims_of(const AttentionProblem& p) {
-  return {p.heads_kv == 0 ? p.heads_q : p.heads_kv, p.head_dim_v == 0 ? p.head_dim : p.head_dim_v};
-}
-
 /// An lse in memory: heads a padded row apart.
 struct PlacedLse {
   GuardedBuffer buffer;
@@ -275,30 +268,19 @@ BackwardValues make_backward_values(const Case& c, bool with_dlse) {
 
 void set_output(const Case& c, BackwardValues& values) {
   const AttentionProblem& p = c.problem;
-  const auto [heads_kv, dim_v] = dims_of(p);
+  const std::int64_t dim_v = dims_of(p).dim_v;
   values.o.resize(index(sum_of(c.lengths_q) * p.heads_q * dim_v));
   values.lse.resize(index(sum_of(c.lengths_q) * p.heads_q));
   std::vector<double> o(index(dim_v));
-  std::int64_t q_first = 0, kv_first = 0;
-  for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
-    const std::int64_t rows = c.lengths_q[b], keys = c.lengths_kv[b];
-    for (std::int64_t h = 0; h < p.heads_q; ++h) {
-      const std::int64_t h_kv = h * heads_kv / p.heads_q;
-      const auto q = head_of(values.in.q, q_first, rows, p.heads_q, h, p.head_dim);
-      const auto k = head_of(values.in.k, kv_first, keys, heads_kv, h_kv, p.head_dim);
-      const auto v = head_of(values.in.v, kv_first, keys, heads_kv, h_kv, dim_v);
-      const OracleHead head{rows, keys, p.head_dim, dim_v, q.data(), k.data(), v.data()};
-      for (std::int64_t i = 0; i < rows; ++i) {
-        const std::size_t row = index((q_first + i) * p.heads_q + h);
-        values.lse[row] = static_cast<float>(oracle_row(head, oracle_options(p), i, o.data()));
-        for (std::size_t d = 0; d < o.size(); ++d) {
-          values.o[row * o.size() + d] = round_to(p.dtype, static_cast<float>(o[d]));
-        }
+  for_each_head(c, values.in, [&](const CaseHead& at, const OracleHead& head) {
+    for (std::int64_t i = 0; i < at.rows; ++i) {
+      const std::size_t row = index((at.q_first + i) * p.heads_q + at.h);
+      values.lse[row] = static_cast<float>(oracle_row(head, oracle_options(p), i, o.data()));
+      for (std::size_t d = 0; d < o.size(); ++d) {
+        values.o[row * o.size() + d] = round_to(p.dtype, static_cast<float>(o[d]));
       }
     }
-    q_first += rows;
-    kv_first += keys;
-  }
+  });
 }
 
 Status try_backward(const Case& c, const BackwardValues& values, const RunOptions& options,
@@ -391,52 +373,42 @@ ExpectedGradients expect_gradients(const Case& c, const BackwardValues& values) 
   Three<double> exact = empty(0.0), size = empty(0.0);
   Three<float> naive[2] = {empty(0.0F), empty(0.0F)};
   ExpectedGradients expected;
-  std::int64_t q_first = 0, kv_first = 0;
-  for (std::size_t b = 0; b < c.lengths_q.size(); ++b) {
-    const std::int64_t rows = c.lengths_q[b], keys = c.lengths_kv[b];
-    for (std::int64_t h = 0; h < p.heads_q; ++h) {
-      const std::int64_t h_kv = h * heads_kv / p.heads_q;
-      const auto q = head_of(values.in.q, q_first, rows, p.heads_q, h, p.head_dim);
-      const auto k = head_of(values.in.k, kv_first, keys, heads_kv, h_kv, p.head_dim);
-      const auto v = head_of(values.in.v, kv_first, keys, heads_kv, h_kv, dim_v);
-      const auto o = head_of(values.o, q_first, rows, p.heads_q, h, dim_v);
-      const auto d_o = head_of(values.d_o, q_first, rows, p.heads_q, h, dim_v);
-      std::vector<double> dlse(index(rows), 0.0);
-      if (!values.dlse.empty()) {
-        dlse = head_of(values.dlse, q_first, rows, p.heads_q, h, 1);
-      }
-      const OracleHead head{rows, keys, p.head_dim, dim_v, q.data(), k.data(), v.data()};
-      const auto head_sized = [&, dim = dim_v](auto zero) {
-        using T = decltype(zero);
-        return Three<T>{std::vector<T>(index(rows * p.head_dim), zero),
-                        std::vector<T>(index(keys * p.head_dim), zero),
-                        std::vector<T>(index(keys * dim), zero)};
-      };
-      const auto gather = [&, heads = heads_kv, dim = dim_v](const auto& part, auto& into) {
-        add_head(part.dq, q_first, rows, p.heads_q, h, p.head_dim, into.dq);
-        add_head(part.dk, kv_first, keys, heads, h_kv, p.head_dim, into.dk);
-        add_head(part.dv, kv_first, keys, heads, h_kv, dim, into.dv);
-      };
-      Three<double> one = head_sized(0.0), one_size = head_sized(0.0);
-      for (std::int64_t i = 0; i < rows; ++i) {
-        oracle_backward_row(head, options, i, d_o.data() + i * dim_v, dlse[index(i)],
-                            {one.dq.data(), one.dk.data(), one.dv.data()},
-                            {one_size.dq.data(), one_size.dk.data(), one_size.dv.data()});
-        expected.largest_logit =
-            std::fmax(expected.largest_logit, oracle_largest_logit(head, options, i));
-      }
-      gather(one, exact);
-      gather(one_size, size);
-      for (const bool descending : {false, true}) {
-        Three<float> rough = head_sized(0.0F);
-        naive_backward_head(head, options, d_o.data(), o.data(), dlse.data(), descending, round,
-                            rough.dq.data(), rough.dk.data(), rough.dv.data());
-        gather(rough, naive[descending ? 1 : 0]);
-      }
-    }
-    q_first += rows;
-    kv_first += keys;
-  }
+  for_each_head(
+      c, values.in, [&, heads = heads_kv, dim = dim_v](const CaseHead& at, const OracleHead& head) {
+        const auto of_rows = [&](const std::vector<float>& from, std::int64_t width) {
+          return head_of(from, at.q_first, at.rows, p.heads_q, at.h, width);
+        };
+        const auto o = of_rows(values.o, dim), d_o = of_rows(values.d_o, dim);
+        const auto dlse = values.dlse.empty() ? std::vector<double>(index(at.rows), 0.0)
+                                              : of_rows(values.dlse, 1);
+        const auto head_sized = [&](auto zero) {
+          using T = decltype(zero);
+          return Three<T>{std::vector<T>(index(at.rows * p.head_dim), zero),
+                          std::vector<T>(index(at.keys * p.head_dim), zero),
+                          std::vector<T>(index(at.keys * dim), zero)};
+        };
+        const auto gather = [&](const auto& part, auto& into) {
+          add_head(part.dq, at.q_first, at.rows, p.heads_q, at.h, p.head_dim, into.dq);
+          add_head(part.dk, at.kv_first, at.keys, heads, at.h_kv, p.head_dim, into.dk);
+          add_head(part.dv, at.kv_first, at.keys, heads, at.h_kv, dim, into.dv);
+        };
+        Three<double> one = head_sized(0.0), one_size = head_sized(0.0);
+        for (std::int64_t i = 0; i < at.rows; ++i) {
+          oracle_backward_row(head, options, i, d_o.data() + i * dim, dlse[index(i)],
+                              {one.dq.data(), one.dk.data(), one.dv.data()},
+                              {one_size.dq.data(), one_size.dk.data(), one_size.dv.data()});
+          expected.largest_logit =
+              std::fmax(expected.largest_logit, oracle_largest_logit(head, options, i));
+        }
+        gather(one, exact);
+        gather(one_size, size);
+        for (const bool descending : {false, true}) {
+          Three<float> rough = head_sized(0.0F);
+          naive_backward_head(head, options, d_o.data(), o.data(), dlse.data(), descending, round,
+                              rough.dq.data(), rough.dk.data(), rough.dv.data());
+          gather(rough, naive[descending ? 1 : 0]);
+        }
+      });
   const auto finish = [&](std::vector<double> Three<double>::*of,
                           std::vector<float> Three<float>::*f, ExpectedGradient& into) {
     into.values = exact.*of;

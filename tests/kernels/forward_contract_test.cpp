@@ -36,8 +36,7 @@ Case ragged(Layout layout, DType dtype) {
 /// Values of the rows of sequence b alone.
 Values slice(const Case& c, const Values& all, std::size_t b) {
   const AttentionProblem& p = c.problem;
-  const std::int64_t heads_kv = p.heads_kv == 0 ? p.heads_q : p.heads_kv;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const auto [heads_kv, dim_v] = dims_of(p);
   std::int64_t q = 0, kv = 0;
   for (std::size_t i = 0; i < b; ++i) {
     q += c.lengths_q[i];
@@ -53,7 +52,7 @@ Values slice(const Case& c, const Values& all, std::size_t b) {
 
 Output slice(const Case& c, const Output& all, std::size_t b) {
   const AttentionProblem& p = c.problem;
-  const std::int64_t dim_v = p.head_dim_v == 0 ? p.head_dim : p.head_dim_v;
+  const std::int64_t dim_v = dims_of(p).dim_v;
   std::int64_t q = 0;
   for (std::size_t i = 0; i < b; ++i) {
     q += c.lengths_q[i];

@@ -124,6 +124,20 @@ bool is_scaled(DType kv_dtype);
 /// The case's problem with batch, capacities, totals and pages set from the lengths.
 AttentionProblem sized_problem(const Case& c);
 OracleOptions oracle_options(const AttentionProblem& problem);
+/// heads_kv and head_dim_v with their defaults filled in.
+struct Dims {
+  std::int64_t heads_kv, dim_v;
+};
+Dims dims_of(const AttentionProblem& problem);
+
+/// One head of one sequence: where its rows and keys lie.
+struct CaseHead {
+  std::int64_t q_first = 0, rows = 0, kv_first = 0, keys = 0, h = 0, h_kv = 0;
+};
+/// Calls body(place, inputs in float64) for every head of every sequence.
+void for_each_head(const Case& c, const Values& values,
+                   const std::function<void(const CaseHead&, const OracleHead&)>& body);
+
 /// Rows of one head of one sequence out of [Σ rows, heads, dim].
 std::vector<double> head_of(const std::vector<float>& values, std::int64_t first, std::int64_t rows,
                             std::int64_t heads, std::int64_t head, std::int64_t dim);

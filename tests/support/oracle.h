@@ -40,26 +40,45 @@ inline bool oracle_sees(const OracleOptions& options, std::int64_t row, std::int
   return !(options.has_right && key > position + options.right);
 }
 
-/// o [dim_v] and lse of one row. Two passes over the keys, the output summed per key.
-inline double oracle_row(const OracleHead& head, const OracleOptions& options, std::int64_t row,
-                         double* o) {
-  std::vector<double> logits;
+inline double oracle_dot(const OracleHead& head, std::int64_t row, std::int64_t key) {
+  double dot = 0;
+  for (std::int64_t d = 0; d < head.dim; ++d) {
+    dot += head.q[row * head.dim + d] * head.k[key * head.dim + d];
+  }
+  return dot;
+}
+
+/// The keys that one row sees, their logits, and each logit's derivative by q · k.
+struct OracleRow {
   std::vector<std::int64_t> seen;
+  std::vector<double> logits, slopes;
+};
+
+inline OracleRow oracle_logits(const OracleHead& head, const OracleOptions& options,
+                               std::int64_t row) {
+  OracleRow out;
   for (std::int64_t j = 0; j < head.keys; ++j) {
     if (!oracle_sees(options, row, j, head.rows, head.keys)) {
       continue;
     }
-    double dot = 0;
-    for (std::int64_t d = 0; d < head.dim; ++d) {
-      dot += head.q[row * head.dim + d] * head.k[j * head.dim + d];
-    }
-    double logit = dot * options.scale;
+    double logit = oracle_dot(head, row, j) * options.scale;
+    double slope = options.scale;
     if (options.softcap != 0) {
-      logit = options.softcap * std::tanh(logit / options.softcap);
+      const double ratio = std::tanh(logit / options.softcap);
+      logit = options.softcap * ratio;
+      slope *= 1 - ratio * ratio;
     }
-    logits.push_back(logit);
-    seen.push_back(j);
+    out.seen.push_back(j);
+    out.logits.push_back(logit);
+    out.slopes.push_back(slope);
   }
+  return out;
+}
+
+/// o [dim_v] and lse of one row. Two passes over the keys, the output summed per key.
+inline double oracle_row(const OracleHead& head, const OracleOptions& options, std::int64_t row,
+                         double* o) {
+  const auto [seen, logits, slopes] = oracle_logits(head, options, row);
   for (std::int64_t d = 0; d < head.dim_v; ++d) {
     o[d] = 0;
   }
@@ -89,11 +108,7 @@ inline double oracle_largest_logit(const OracleHead& head, const OracleOptions& 
                                    std::int64_t row) {
   double largest = 0;
   for (std::int64_t j = 0; j < head.keys; ++j) {
-    double dot = 0;
-    for (std::int64_t d = 0; d < head.dim; ++d) {
-      dot += head.q[row * head.dim + d] * head.k[j * head.dim + d];
-    }
-    const double logit = std::fabs(dot * options.scale);
+    const double logit = std::fabs(oracle_dot(head, row, j) * options.scale);
     if (std::isfinite(logit) && oracle_sees(options, row, j, head.rows, head.keys)) {
       largest = std::fmax(largest, logit);
     }

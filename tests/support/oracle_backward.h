@@ -20,37 +20,6 @@ struct HeadGradients {
   double* dv = nullptr;
 };
 
-/// Everything of one row that both computations need.
-struct OracleRow {
-  std::vector<std::int64_t> seen;
-  std::vector<double> logits, slopes;  // slope: derivative of the logit by q · k
-};
-
-inline OracleRow oracle_logits(const OracleHead& head, const OracleOptions& options,
-                               std::int64_t row) {
-  OracleRow out;
-  for (std::int64_t j = 0; j < head.keys; ++j) {
-    if (!oracle_sees(options, row, j, head.rows, head.keys)) {
-      continue;
-    }
-    double dot = 0;
-    for (std::int64_t d = 0; d < head.dim; ++d) {
-      dot += head.q[row * head.dim + d] * head.k[j * head.dim + d];
-    }
-    double logit = dot * options.scale;
-    double slope = options.scale;
-    if (options.softcap != 0) {
-      const double ratio = std::tanh(logit / options.softcap);
-      logit = options.softcap * ratio;
-      slope *= 1 - ratio * ratio;
-    }
-    out.seen.push_back(j);
-    out.logits.push_back(logit);
-    out.slopes.push_back(slope);
-  }
-  return out;
-}
-
 /// Adds the gradients of one row; `size` likewise gets the sums of the absolute values of the
 /// terms, which is what rounding errors are relative to.
 inline void oracle_backward_row(const OracleHead& head, const OracleOptions& options,
