@@ -71,6 +71,8 @@ TEST(BenchModel, AStepIsTheSumOfItsOperations) {
     EXPECT_THAT(names, ::testing::IsSupersetOf({"step", "qkv", "attention", "rope_append",
                                                 "add_rmsnorm", "swiglu", "lm_head"}));
     EXPECT_EQ(names.contains("advance"), std::string(phase) == "decode");
+    EXPECT_EQ(rows[0].at("case").at("operation"), "step");
+    EXPECT_EQ(rows[0].at("predicted_launches"), rows[0].at("launches"));
   }
 }
 

@@ -1,4 +1,5 @@
 // rafter explain: the keys of the contract, the three formats, and answers checked by counting.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -194,6 +195,12 @@ TEST(Explain, WhatADeviceLacksIsNullWithAReason) {
   const Json document = run_json({"explain", "attention", "--device", "device-r"});
   EXPECT_TRUE(document.at("time_dispatch_s").is_null());
   EXPECT_FALSE(document.at("time_dispatch_s_reason").get<std::string>().empty());
+  const Json fusing = run_json({"explain", "model", "decode", "--fuse", "1", "--chain", "1",
+                                "--device", "device-r"})
+                          .at("fusing");
+  EXPECT_TRUE(fusing.at("launches_time_s").is_null());
+  EXPECT_THAT(fusing.at("launches_time_s_reason").get<std::string>(),
+              ::testing::HasSubstr("launch_s"));
   const Json decode = run_json({"explain", "decode", "--device", "device-r"});
   EXPECT_TRUE(decode.at("sm_fill").is_null());
   EXPECT_FALSE(decode.at("sm_fill_reason").get<std::string>().empty());
