@@ -169,6 +169,10 @@ struct Sm90DecodeParts {
     const int parts = tiles <= few_tiles * few ? few : (tiles + most - 1) / most * least;
     return std::max(1, std::min((tiles + 1) / 2, parts));
   }
+  /// Of a capacity of so many: rather those of short sequences, which have the least time to spare.
+  constexpr int likely(int tiles) const {
+    return of(few_tiles > 0 ? std::min(tiles, few_tiles * few) : tiles);
+  }
 };
 /// Half of the SMs read 16-bit keys as fast as all, and parts that follow each other in a CTA take
 /// time; but where CTAs have shares of sequences of other lengths too, long parts make them uneven.

@@ -70,8 +70,13 @@ constexpr int sm90_decode_column_cluster_bytes(const Sm90DecodeRow& row, int max
          max_parts * sm90_decode_cluster_part_bytes(row.value_warps(), blocks, ctas) +
          Sm90DecodeRow::kAlign;
 }
-/// Pages of longer sequences are shared by all SMs: where 64 read the keys, what a warp does to
-/// find its rows takes longer than the memory.
+/// What a CTA has beside that of keys in pages: which pages each warp's keys of 2 · slots tiles are
+/// in, 8 bytes a key, and where the rows of a tile of K and V are.
+constexpr int sm90_decode_cluster_page_bytes(const Sm90DecodeRow& row) {
+  return row.warps * (2 * row.slots * kDecodeBlockKeys * 8 + 2 * kDecodeBlockKeys * 4);
+}
+/// Where warps have columns, pages of longer sequences are shared by all SMs: barriers hold all
+/// warps up where one finds its rows.
 inline constexpr std::int64_t kDecodeClusterMostPagedKeys = 8192;
 /// What a CTA may have beside its barriers.
 inline constexpr int kDecodeClusterMostBytes = 225 * 1024;

@@ -42,7 +42,11 @@ TEST(Sm90DecodeCluster, SharedMemoryHoldsWhatTheLargestIsSent) {
   const Sm90DecodeRow& row = kSm90DecodeRows[0][1];
   EXPECT_EQ(sm90_decode_cluster_bytes(row, 16, 4, 8) - sm90_decode_cluster_bytes(row, 0, 4, 8),
             16 * 4 * (16 * 4 + 8));
-  EXPECT_LE(sm90_decode_cluster_bytes(row, 16, 8, 2), kDecodeClusterMostBytes);
+  EXPECT_LE(sm90_decode_cluster_bytes(row, 16, 8, 2) + sm90_decode_cluster_page_bytes(row),
+            kDecodeClusterMostBytes);
+  EXPECT_LE(sm90_decode_cluster_bytes(row, 64, 4, 8) + sm90_decode_cluster_page_bytes(row),
+            kDecodeClusterMostBytes)
+      << "131072 keys";
 }
 
 TEST(Sm90DecodeCluster, CtasAreSentColumnsOfWarps) {

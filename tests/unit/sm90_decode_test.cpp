@@ -93,6 +93,15 @@ TEST(Sm90Decode, ShortSequencesOf16BitKeysHaveHalfAsManyParts) {
   EXPECT_EQ(sm90_decode_parts(2, 128, 0).of(8), 1);
 }
 
+TEST(Sm90Decode, LikelyPartsAreThoseOfTheShortSequencesOfACapacity) {
+  const Sm90DecodeParts wide = sm90_decode_parts(2, 8, 0), bytes = sm90_decode_parts(1, 8, 0);
+  EXPECT_EQ(wide.likely(8), wide.of(8));
+  EXPECT_EQ(wide.likely(64), 8);
+  EXPECT_EQ(wide.likely(1024), 8) << "not 64";
+  EXPECT_EQ(bytes.likely(1024), bytes.of(1024)) << "none are short";
+  EXPECT_EQ(sm90_decode_parts(2, 8, 5).likely(1024), 5);
+}
+
 // What the workspace of a capacity holds is enough for all that is shorter.
 TEST(Sm90Decode, LongerSequencesNeverHaveFewerParts) {
   for (const int bytes : {1, 2}) {

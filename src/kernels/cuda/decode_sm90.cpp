@@ -266,6 +266,9 @@ void set_problem(DecodeParams& params, const KernelProblem& problem, const Cut& 
   params.top_left = p.mask.align == MaskAlign::top_left;
   params.row_blocks = cut.row_blocks;
   params.parts = parts_of(problem);
+  params.likely_parts =
+      params.parts.likely(static_cast<int>(div_up(p.seqlen_kv, row_of(p).tile_keys())));
+  params.by_likely_parts = tiles::divisor_of(params.likely_parts);
   params.max_parts = cut.max_parts;
   params.same_cut = same_cut(problem);
   params.partial_rows = cut.partial_rows;
@@ -314,7 +317,8 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const int most_blocks = by_columns(p) ? tiles::kDecodeClusterBlocks : 1;
   if (row >= kClusterRows || rows > tiles::kDecodeBlockRows * most_blocks ||
       p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
-      (p.layout == Layout::paged && p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
+      (p.layout == Layout::paged && by_columns(p) &&
+       p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
       !params.q.aligned || !params.k.aligned || !params.v.aligned) {
     return 0;
   }
@@ -329,7 +333,9 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
                                          row_of(p), cut.max_parts, cut.blocks, ctas)
                                    : tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts,
                                                                       static_cast<int>(rows), ctas);
-  return shared <= tiles::kDecodeClusterMostBytes ? ctas : 0;
+  const int pages =
+      p.layout == Layout::paged ? tiles::sm90_decode_cluster_page_bytes(row_of(p)) : 0;
+  return shared + pages <= tiles::kDecodeClusterMostBytes ? ctas : 0;
 }
 
 /// How many units a CTA has, where lengths are no data.

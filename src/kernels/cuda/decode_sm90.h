@@ -58,6 +58,9 @@ struct DecodeParams {
   int window_left = -1, window_right = -1;  // at most kMaxLength
   bool top_left = false;
   tiles::Sm90DecodeParts parts = {};
+  // Of a head, what is assumed while its length is on its way.
+  int likely_parts = 1;
+  tiles::Divisor by_likely_parts;
   int max_parts = 1;
   // Units of a CTA where lengths are no data; the first `longer_shares` CTAs have one more.
   int share = 0, longer_shares = 0;

@@ -18,15 +18,15 @@
 
 namespace rafter::cuda {
 
-template <DType kDType, int kRow, bool kPaged>
-struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
+template <DType kDType, int kRow, DecodePages kPages>
+struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPages> {
   using Shared = DecodeShared<kRow>;
   using Attend = DecodeAttend<kDType, kRow>;
   using Finish = DecodeFinish<kDType, kRow>;
-  using Copies = DecodeClusterCopies<Shared, kPaged>;
+  using Copies = DecodeClusterCopies<Shared, kPages>;
   using Copies::ask, Copies::first_key, Copies::rows_of;
   using Copies::cta, Copies::ctas, Copies::chunk, Copies::lane, Copies::warp;
-  using Copies::kChunks, Copies::kRowsAtOnce, Copies::kShape, Copies::kSlots;
+  using Copies::kChunks, Copies::kPaged, Copies::kRowsAtOnce, Copies::kShape, Copies::kSlots;
   using Copies::params, Copies::shared;
   using typename Copies::Next;
   static constexpr int kColumnsLog2 = kRow == 0 ? 4 : 5;  // four at a time
@@ -192,11 +192,18 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
   }
 
   __device__ void run() const {
-    DecodeUnit unit = Copies::find();
+    DecodeUnit unit = Copies::head();
+    const AskedIndex length = Copies::ask_length(unit);
     const int rows = Shared::rows_of(params, unit);
+    typename Copies::Finder find;
     if (warp < Shared::kWarps) {
+      if constexpr (kPaged) {
+        find = Copies::finder(unit);
+        Copies::ask_first_pages(find);
+      }
       ask_queries(unit, rows);
     }
+    Copies::set_cut(unit, length);
     if (threadIdx.x == 0) {
       barrier_init(result_barrier, 1);
       barrier_init(shared_address(&shared.control.written), Shared::kWarps);
@@ -214,7 +221,7 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
     typename Attend::Rows mine;
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
-    Next next = Copies::first_of(unit);
+    Next next = Copies::first_of(unit, find);
     unit.part = cta;
     int tile = unit.first_tile + cta, slot = 0, count = 0;  // parts
     bool first_of_part = true;
@@ -224,6 +231,11 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
     for (int round = 0;; ++round) {
       const bool values = round % 2 != 0;
       bool ends = false;  // a part
+      if constexpr (kPages == DecodePages::any) {
+        if (!values) {
+          Copies::prepare(unit, next);
+        }
+      }
       if (round >= kSlots) {
         if (round == kSlots) {
           cluster_wait();  // before anything is sent; the keys take longer
@@ -247,7 +259,9 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
           s[0] = s[1] = s[2] = s[3] = -INFINITY;
           if (there) {
             const std::uint32_t present =
-                kPaged ? Attend::shared_word(shared.present(slot) + warp * 4) : Copies::kAllPresent;
+                kPages == DecodePages::blocks ? Copies::present_of_block(slot, next)
+                : kPaged                      ? Attend::shared_word(shared.present(slot) + warp * 4)
+                                              : Copies::kAllPresent;
             attend.scores(mine, shared.slot(slot), warp, s);
             finish_scores(attend, unit, mine, slot, present, first_key(tile), s);
           }
@@ -277,19 +291,26 @@ struct DecodeCluster : DecodeClusterCopies<DecodeShared<kRow>, kPaged> {
   }
 };
 
-template <DType kDType, int kRow, bool kPaged>
-__global__ void __launch_bounds__(DecodeCluster<kDType, kRow, kPaged>::kThreads, 1)
+template <DType kDType, int kRow, DecodePages kPages>
+__global__ void __launch_bounds__(DecodeCluster<kDType, kRow, kPages>::kThreads, 1)
     decode_sm90_cluster_kernel(const __grid_constant__ DecodeParams params) {
   let_next_grid_begin();
   wait_for_earlier_grids();
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;  // for the sake of its type
   __shared__ std::uint64_t result_barrier;
+  constexpr int kPageBytes =
+      kPages != DecodePages::none
+          ? tiles::sm90_decode_cluster_page_bytes(tiles::kSm90DecodeRows[0][kRow])
+          : 16;
+  __shared__ __align__(512) unsigned char pages[kPageBytes];
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
   const DecodeShared<kRow> shared{
       {raw + ((start + kAlign - 1) / kAlign * kAlign - start), control}};
-  DecodeCluster<kDType, kRow, kPaged>{{params, shared}, shared_address(&result_barrier)}.run();
+  DecodeCluster<kDType, kRow, kPages>{{params, shared, shared_address(pages)},
+                                      shared_address(&result_barrier)}
+      .run();
 }
 
 template <DType kDType, int kRow>
@@ -299,13 +320,17 @@ Status launch_decode_sm90_cluster(const DecodeParams& params, bool, unsigned hea
   void* arguments[] = {const_cast<DecodeParams*>(&params)};
   const int shared_bytes = tiles::sm90_decode_cluster_bytes(
       kShape, params.max_parts, params.seqlen_q * params.group, static_cast<int>(ctas));
-  const void* const kernel =
-      params.page_size > 0
-          ? reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, true>)
-          : reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, false>);
+  const auto kernel_of = [&]<DecodePages kPages>() {
+    return reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, kPages>);
+  };
+  const void* const kernel = params.page_size == 0
+                                 ? kernel_of.template operator()<DecodePages::none>()
+                             : params.page_size % tiles::kDecodeBlockKeys == 0
+                                 ? kernel_of.template operator()<DecodePages::blocks>()
+                                 : kernel_of.template operator()<DecodePages::any>();
   return launch_in_clusters(kernel,
                             {.blocks = heads * ctas,
-                             .threads = DecodeCluster<kDType, kRow, false>::kThreads,
+                             .threads = DecodeCluster<kDType, kRow, DecodePages::none>::kThreads,
                              .shared_bytes = static_cast<unsigned>(shared_bytes),
                              .stream = stream},
                             ctas, arguments);

@@ -18,11 +18,12 @@
 namespace rafter::cuda {
 
 template <DType kDType, int kWidth, int kRow, bool kPaged, int kBlocks>
-struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>, kPaged> {
+struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>,
+                                                  kPaged ? DecodePages::any : DecodePages::none> {
   using Shared = DecodeColumns<kWidth, kRow>;
   using Attend = DecodeColumnsAttend<kDType, kWidth, kRow, kBlocks>;
   using Finish = DecodeColumnsFinish<kDType, kWidth, kRow>;
-  using Copies = DecodeClusterCopies<Shared, kPaged>;
+  using Copies = DecodeClusterCopies<Shared, kPaged ? DecodePages::any : DecodePages::none>;
   using Copies::ask, Copies::first_key, Copies::rows_of;
   using Copies::cta, Copies::ctas, Copies::lane, Copies::warp;
   using Copies::kShape, Copies::kSlots;
@@ -105,9 +106,16 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>, k
   }
 
   __device__ void run() const {
-    DecodeUnit unit = Copies::find();
+    DecodeUnit unit = Copies::head();
+    const AskedIndex length = Copies::ask_length(unit);
     const int rows = Shared::rows_of(params, unit);
+    typename Copies::Finder find;
+    if constexpr (kPaged) {
+      find = Copies::finder(unit);
+      Copies::ask_first_pages(find);
+    }
     ask_queries(unit, rows);
+    Copies::set_cut(unit, length);
     if (threadIdx.x == 0) {
       barrier_init(result_barrier, 1);
       barrier_init_fence();
@@ -123,7 +131,7 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>, k
     const unsigned char *const k_rows = rows_of(unit, params.k), *const v_rows =
                                                                      rows_of(unit, params.v);
     set_common_keys(params, unit);
-    Next next = Copies::first_of(unit);
+    Next next = Copies::first_of(unit, find);
     unit.part = cta;
     int tile = unit.first_tile + cta, slot = 0;
     bool first_of_part = true;
@@ -133,6 +141,11 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>, k
     for (int round = 0;; ++round) {
       const bool values = round % 2 != 0;
       bool ends = false;  // a part
+      if constexpr (kPaged) {
+        if (!values) {
+          Copies::prepare(unit, next);
+        }
+      }
       if (round >= kSlots) {
         if (round == kSlots) {
           cluster_wait();  // before anything is sent; the keys take longer
@@ -203,12 +216,15 @@ __global__ void __launch_bounds__(32 * DecodeColumns<kWidth, kRow>::kWarps, 1)
   extern __shared__ unsigned char raw[];
   __shared__ DecodeControl control;  // for the sake of its type
   __shared__ std::uint64_t result_barrier;
+  constexpr int kPageBytes =
+      kPaged ? tiles::sm90_decode_cluster_page_bytes(tiles::kSm90DecodeRows[kWidth][kRow]) : 16;
+  __shared__ __align__(512) unsigned char pages[kPageBytes];
   constexpr std::uint32_t kAlign = tiles::Sm90DecodeRow::kAlign;
   const std::uint32_t start = shared_address(raw);
   const DecodeColumns<kWidth, kRow> shared{
       {raw + ((start + kAlign - 1) / kAlign * kAlign - start), control}};
   DecodeColumnsCluster<kDType, kWidth, kRow, kPaged, kBlocks>{
-      {params, shared}, e4m3, shared_address(&result_barrier)}
+      {params, shared, shared_address(pages)}, e4m3, shared_address(&result_barrier)}
       .run();
 }
 

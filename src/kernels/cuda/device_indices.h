@@ -35,6 +35,10 @@ struct AskedIndex {
   __device__ int value(const DeviceIndices& indices) const {
     return indices.wide && high != 0 ? -1 : static_cast<int>(low);
   }
+  __device__ std::int64_t whole(const DeviceIndices& indices) const {
+    return indices.wide ? static_cast<std::int64_t>(std::uint64_t{high} << 32 | low)
+                        : static_cast<std::int32_t>(low);
+  }
 };
 __device__ inline AskedIndex ask_index(const DeviceIndices& indices, std::int64_t i, bool wanted) {
   AskedIndex asked;
@@ -48,10 +52,17 @@ __device__ inline AskedIndex ask_index(const DeviceIndices& indices, std::int64_
   return asked;
 }
 
-/// Brings an index into the L2.
-__device__ inline void prefetch_index(const DeviceIndices& indices, std::int64_t i) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(indices.data) +
-                                                i * (indices.wide ? 8 : 4)));
+/// Copies index i, low word first, to 8 bytes of shared memory, which stay as they are where it is
+/// not wanted. Part of this thread's group of copies.
+__device__ inline void copy_index_async(std::uint32_t destination, const char* indices, int i,
+                                        bool wide, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred narrow, wide;\nsetp.ne.u32 narrow, %2, 0;\nsetp.ne.u32 wide, %3, 0;\n"
+      "@narrow cp.async.ca.shared.global [%0], [%1], 4;\n"
+      "@wide cp.async.ca.shared.global [%0], [%1], 8;\n}" ::"r"(destination),
+      "l"(indices + std::int64_t{i} * (wide ? 8 : 4)), "r"(wanted && !wide ? 1u : 0u),
+      "r"(wanted && wide ? 1u : 0u)
+      : "memory");
 }
 
 /// What is longer than the capacity would lie outside the tensor.

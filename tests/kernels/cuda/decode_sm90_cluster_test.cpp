@@ -103,12 +103,20 @@ TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
                       p.page_size = 16;
                       p.num_pages = 600;
                     }},
-           Expected{"many keys in pages", 1,
+           Expected{"many keys in pages", 8,
                     [](AttentionProblem& p) {
                       p.layout = Layout::paged;
                       p.seqlen_kv = 131072;
                       p.page_size = 1;
                       p.num_pages = 140000;
+                    }},
+           Expected{"columns of many keys in pages", 1,
+                    [](AttentionProblem& p) {
+                      p.heads_q = 8 * 12;
+                      p.layout = Layout::paged;
+                      p.seqlen_kv = 32768;
+                      p.page_size = 64;
+                      p.num_pages = 600;
                     }},
            Expected{"too many heads", 1, [](AttentionProblem& p) { p.batch = 17; }},
            Expected{"too many rows", 1, [](AttentionProblem& p) { p.seqlen_q = 3; }},

@@ -16,8 +16,8 @@ namespace rafter::testing {
 /// be kept.
 class Rig {
  public:
-  explicit Rig(const AttentionProblem& problem, std::int64_t results = 1)
-      : plan_(make_plan(problem)),
+  explicit Rig(const AttentionProblem& problem, std::int64_t results = 1, std::int64_t splits = 0)
+      : plan_(make_plan(problem, splits)),
         p_(plan_.problem()),
         q_(random_bits(p_.batch * p_.seqlen_q * p_.heads_q * p_.head_dim, 11)),
         k_(index(p_.num_pages * p_.page_size * p_.heads_kv * p_.head_dim * 2)),
@@ -25,7 +25,7 @@ class Rig {
         o_(index(results * rows() * p_.head_dim_v * 4)),
         lse_(index(results * rows() * 4)),
         used_(index(p_.batch * 4)),
-        pages_(index(p_.batch * cols() * 4)),
+        pages_(index(p_.batch * cols() * 8)),
         workspace_(index(plan_.workspace_bytes()) + 64) {
     fill_caches();
   }
@@ -35,7 +35,13 @@ class Rig {
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(page_seed));
     set_lengths(used);
-    pages_.upload(ids.data(), index(p_.batch * cols() * 4));
+    set_pages(ids);
+  }
+  /// The first of so many page ids are the table.
+  template <typename Id>
+  void set_pages(const std::vector<Id>& ids) {
+    page_type_ = sizeof(Id) == 8 ? DType::i64 : DType::i32;
+    pages_.upload(ids.data(), index(p_.batch * cols()) * sizeof(Id));
   }
   void set_lengths(const std::vector<std::int32_t>& used) {
     used_.upload(used.data(), index(p_.batch) * 4);
@@ -58,7 +64,8 @@ class Rig {
   TensorView k() const { return pages_of(k_, p_.head_dim); }
   TensorView v() const { return pages_of(v_, p_.head_dim_v); }
   IndexView used() const { return {used_.data(), DType::i32, p_.batch, 0}; }
-  IndexView pages() const { return {pages_.data(), DType::i32, p_.batch * cols(), cols()}; }
+  IndexView pages() const { return {pages_.data(), page_type_, p_.batch * cols(), cols()}; }
+  std::int64_t cols() const { return (p_.seqlen_kv + p_.page_size - 1) / p_.page_size; }
 
   void run(cudaStream_t stream = nullptr, std::int64_t result = 0) const {
     ForwardInputs in{.q = TensorView::contiguous(q_.data(), p_.dtype, p_.batch, p_.seqlen_q,
@@ -95,19 +102,20 @@ class Rig {
   }
 
  private:
-  static Plan make_plan(const AttentionProblem& problem) {
-    const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
+  static Plan make_plan(const AttentionProblem& problem, std::int64_t splits) {
+    const Result<Plan> made =
+        plan(problem, Device::cuda(), {.kernel = "decode_sm90", .splits = splits});
     EXPECT_TRUE(made) << made.status().message();
     return *made;
   }
   std::int64_t rows() const { return p_.batch * p_.seqlen_q * p_.heads_q; }
-  std::int64_t cols() const { return (p_.seqlen_kv + p_.page_size - 1) / p_.page_size; }
   TensorView pages_of(const DeviceBuffer& cache, std::int64_t dim) const {
     return TensorView::contiguous(cache.data(), p_.dtype, p_.num_pages, p_.page_size, p_.heads_kv,
                                   dim);
   }
 
   Plan plan_;
+  DType page_type_ = DType::i32;
   AttentionProblem p_;
   DeviceBuffer q_, k_, v_, o_, lse_, used_, pages_, workspace_;
 };
