@@ -131,7 +131,11 @@ class Step {
         workspace_(static_cast<std::size_t>(linear_workspace_bytes(Device::cuda()))) {
     reset();
   }
+  /// What the chain writes is NaN before, so that what it leaves out is seen.
   void reset(cudaStream_t stream = nullptr) {
+    for (const DeviceBuffer* buffer : {&activated_, &qkv_}) {
+      EXPECT_EQ(cudaMemsetAsync(buffer->data(), 0xff, buffer->bytes(), stream), cudaSuccess);
+    }
     must(fill_uniform(matrix(residual_.data(), dtype_, m_, sizes_.hidden + kGap), 2, 1.0f,
                       Device::cuda(), {stream}));
   }
@@ -245,6 +249,15 @@ TEST_P(ChainCuda, GivesTheBitsOfItsOperationsOneByOne) {
         ASSERT_EQ(chained.results(), wanted) << m << " rows of " << sizes.hidden;
         ASSERT_TRUE(chained.intact());
       }
+      // A chain right behind a chain, with what the one before left: its letters are older ones.
+      chained.reset();
+      apart.reset();
+      for (int launch = 0; launch < 4; ++launch) {
+        must(chained.chain());
+        apart.one_by_one();
+      }
+      ASSERT_EQ(chained.results(), apart.results()) << m << " rows of " << sizes.hidden;
+      ASSERT_TRUE(chained.intact());
     }
   }
 }
