@@ -44,9 +44,10 @@ static_assert(KeyParts{0, 0}.count() == 1 && KeyParts{0, 0}.part(0).size() == 0)
 static_assert(KeyParts{513, 0}.count() == 2 && KeyParts{513, 0}.part(1).size() == 1);
 static_assert(KeyParts{10, 4}.part(1).first == 3 && KeyParts{10, 4}.part(3).last == 10);
 
-/// Whether tiles multiply keys of `bytes` an element: whole rows of 64 bytes.
-constexpr bool decode_fits_tiles(std::int64_t bytes, std::int64_t head_dim) {
-  return head_dim * bytes % 64 == 0;
+/// Whether tiles multiply keys and values of `bytes` an element: whole rows of 64 bytes.
+constexpr bool decode_fits_tiles(std::int64_t bytes, std::int64_t head_dim,
+                                 std::int64_t head_dim_v) {
+  return head_dim * bytes % 64 == 0 && head_dim_v * bytes % 64 == 0;
 }
 
 /// Where an item's parts lie in a thread's scratch, in floats.
@@ -58,9 +59,10 @@ struct DecodeLayout {
   std::int64_t head = 0;                          // floats of a head, one after the other
   std::int64_t q = 0, o = 0, state = 0;           // offsets in a head
   std::int64_t scores = 0, keys = 0, scales = 0;  // offsets, once
-  // of a kernel on tiles: queries of a head; rows of keys, int8 sums, values of a byte
+  // of a kernel on tiles: queries of a head; rows of keys or values, sums of keys, weights, sums of
+  // values
   std::int64_t tile_q = 0;
-  std::int64_t tile_rows = 0, tile_sums = 0, tile_values = 0;
+  std::int64_t tile_rows = 0, tile_sums = 0, tile_weights = 0, tile_values = 0;
   std::int64_t floats = 0;  // in all
 };
 
@@ -90,11 +92,12 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   at *= out.heads;
   out.scores = take(4 * kDecodeTile);
   out.keys = take(8 * kDecodeTile);    // offsets of K and V rows of two tiles, int64
-  out.scales = take(2 * kDecodeTile);  // of K and V
+  out.scales = take(out.heads * 2 * kDecodeTile);  // of K and V
   if (tiles) {
-    out.tile_rows = take(kDecodeTile * out.depth / 2);  // of 2 bytes an element
-    out.tile_sums = take(kDecodeTile * 12);
-    out.tile_values = take(kDecodeTile * 2 * step / 4);  // bytes of four vectors of f32
+    out.tile_rows = take(kDecodeTile * std::max(out.depth, out.columns) / 2);  // of 2 bytes
+    out.tile_sums = take(2 * kDecodeTile * 12);  // of four rows and of the next four
+    out.tile_weights = take(2 * 4 * 256);        // two digits of four tiles of 16 keys
+    out.tile_values = take(up(out.columns, 64) / 32 * 256);  // a tile for 32 columns
   }
   out.floats = up(at + 16, 1024) + 16;  // threads apart by more than a page
   return out;

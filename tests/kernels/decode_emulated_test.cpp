@@ -21,7 +21,7 @@ namespace HWY_NAMESPACE {
 namespace {
 
 /// The tile unit as the manual defines it: TDPBF16PS as two chains of fused multiply-adds, then
-/// their sum; TDPBSSD in int32.
+/// their sum; TDPBSSD and TDPBUSD in int32.
 struct EmulatedTiles {
   static constexpr bool kTiles = true;
   struct Tile {
@@ -68,33 +68,29 @@ struct EmulatedTiles {
                   static_cast<std::size_t>(t.row_bytes));
     }
   }
-  /// VPDPBUSD as the manual defines it.
-  static hn::Vec<DI> dot_bytes(hn::Vec<DI> sum, hn::Vec<DU8> a, hn::Vec<D8> b) {
-    alignas(64) std::int32_t sums[kLanes];
-    alignas(64) std::uint8_t bytes[4 * kLanes];
-    alignas(64) std::int8_t others[4 * kLanes];
-    hn::Store(sum, DI(), sums);
-    hn::Store(a, DU8(), bytes);
-    hn::Store(b, D8(), others);
-    for (int i = 0; i < 4 * static_cast<int>(kLanes); ++i) {
-      sums[i / 4] += bytes[i] * others[i];
-    }
-    return hn::Load(DI(), sums);
-  }
   template <DType kKv, int kC, int kA, int kB>
   static void dot() {
+    each_sum<kC, kA, kB>(kKv == DType::int8 ? dot_bytes<std::int8_t> : dot_bf16);
+  }
+  template <int kC, int kA, int kB>
+  static void dot_unsigned() {
+    each_sum<kC, kA, kB>(dot_bytes<std::uint8_t>);
+  }
+
+ private:
+  using Dot = void (*)(Tile& c, const Tile& a, const Tile& b, int m, int n);
+  template <int kC, int kA, int kB>
+  static void each_sum(Dot dot) {
     Tile &c = tile(kC), &a = tile(kA), &b = tile(kB);
     ASSERT_EQ(c.rows, a.rows);
     ASSERT_EQ(c.row_bytes, b.row_bytes);
     ASSERT_EQ(4 * b.rows, a.row_bytes);
     for (int m = 0; m < c.rows; ++m) {
       for (int n = 0; n < c.row_bytes / 4; ++n) {
-        kKv == DType::int8 ? dot_int8(c, a, b, m, n) : dot_bf16(c, a, b, m, n);
+        dot(c, a, b, m, n);
       }
     }
   }
-
- private:
   template <typename T>
   static T at(const Tile& t, int row, int column) {
     T out;
@@ -112,10 +108,11 @@ struct EmulatedTiles {
     const float total = at<float>(c, m, n) + (sum[0] + sum[1]);
     std::memcpy(c.bytes[m] + 4 * n, &total, 4);
   }
-  static void dot_int8(Tile& c, const Tile& a, const Tile& b, int m, int n) {
+  template <typename A>
+  static void dot_bytes(Tile& c, const Tile& a, const Tile& b, int m, int n) {
     auto total = at<std::int32_t>(c, m, n);
     for (int k = 0; k < a.row_bytes; ++k) {
-      total += at<std::int8_t>(a, m, k) * at<std::int8_t>(b, k / 4, 4 * n + k % 4);
+      total += at<A>(a, m, k) * at<std::int8_t>(b, k / 4, 4 * n + k % 4);
     }
     std::memcpy(c.bytes[m] + 4 * n, &total, 4);
   }

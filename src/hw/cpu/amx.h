@@ -53,6 +53,12 @@ inline void dot_int8() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+/// The same with unsigned bytes in A.
+template <int kC, int kA, int kB>
+inline void dot_unsigned_int8() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
 struct TileShape {
   int rows = kRows, row_bytes = kRowBytes;
 };

@@ -1,7 +1,7 @@
 // The scores of decode on tiles: a tile of 64 keys against four query rows. Tiles are loaded from
-// the keys as they lie in memory; values stay on vectors (decode_simd_products-inl.h). Vectors are
-// Highway's; the tiles are those of Machine, AMX or a test's emulation. Compiled once per
-// instruction set (Highway's foreach_target).
+// the keys as they lie in memory (values too: decode_amx_values-inl.h). Vectors are Highway's; the
+// tiles are those of Machine, AMX or a test's emulation. Compiled once per instruction set
+// (Highway's foreach_target).
 //   scores   [16 keys][4 rows] = K [16 keys][64 B] Qᵀ
 //            bf16: Q as it was given. int8: Q in three signed digits of base 256, so that sums are
 //            exact in int32 and the error is 2^-23 of the row's largest element
@@ -21,6 +21,7 @@
 
 #include "base/checked.h"
 #include "hw/cpu/amx.h"
+#include "hw/cpu/unroll.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/decode_simd_softmax-inl.h"
 
@@ -31,9 +32,11 @@ namespace {
 
 #if HWY_TARGET != HWY_SCALAR && RAFTER_HAS_AMX_CODE
 
-/// Tile numbers: four of scores, so that no product waits for the one before it, two of keys by
-/// turns, one of queries.
-constexpr int kScoresTile = 0, kKeysTile = 4, kQueriesTile = 6;
+using DI = hn::Rebind<std::int32_t, D>;
+
+/// Tile numbers, two of each by turns: scores, sums of values, rows of keys or values. The queries'
+/// tile is as narrow as those of scores.
+constexpr int kScoresTile = 0, kSumsTile = 2, kRowsTile = 4, kQueriesTile = 6, kWeightsTile = 7;
 constexpr std::int64_t kLimbs = 3;      // digits of a query with int8 keys
 constexpr std::int64_t kTileKeys = 16;  // rows of a tile of keys
 static_assert(kTile == 4 * kTileKeys);
@@ -48,8 +51,8 @@ constexpr std::int64_t kTileDepth = 64 / static_cast<std::int64_t>(sizeof(Elemen
 template <DType kKv>
 constexpr std::array<hw::amx::TileShape, 8> tile_shapes() {
   constexpr int kBytes = 4 * static_cast<int>(kQueryColumns<kKv>);
-  constexpr hw::amx::TileShape kScores = {16, kBytes}, kKeys = {16, 64};
-  return {{kScores, kScores, kScores, kScores, kKeys, kKeys, {16, kBytes}, kKeys}};
+  constexpr hw::amx::TileShape kNarrow = {16, kBytes}, kWhole = {16, 64};
+  return {{kNarrow, kNarrow, kWhole, kWhole, kWhole, kWhole, kNarrow, kWhole}};
 }
 
 /// Four query rows as tiles: [head_dim / kTileDepth][16][kQueryColumns] of 4 bytes, then the factor
@@ -59,17 +62,32 @@ struct TileQueries {
   float* factors = nullptr;
 };
 
+/// Four words of each of four rows to four rows, `stride` words apart, of a word of each.
+HWY_INLINE void transpose_words(const std::uint32_t* r0, const std::uint32_t* r1,
+                                const std::uint32_t* r2, const std::uint32_t* r3, std::uint32_t* to,
+                                std::int64_t stride) {
+  const D4 d;
+  const hn::Rebind<std::uint32_t, D4> du;
+  const auto load = [&](const std::uint32_t* from) { return hn::BitCast(d, hn::LoadU(du, from)); };
+  auto a = load(r0), b = load(r1), c = load(r2), e = load(r3);
+  math::transpose4(a, b, c, e);
+  hn::Store(hn::BitCast(du, a), du, to);
+  hn::Store(hn::BitCast(du, b), du, to + stride);
+  hn::Store(hn::BitCast(du, c), du, to + 2 * stride);
+  hn::Store(hn::BitCast(du, e), du, to + 3 * stride);
+}
+
 /// bf16 rows; a null row is zero.
 void pack_tile_queries(const std::uint16_t* const (&rows)[4], std::int64_t head_dim, float scale,
                        const TileQueries& to) {
-  for (std::int64_t pair = 0; pair < head_dim / 2; ++pair) {
+  for (std::int64_t pair = 0; pair < head_dim / 2; pair += 4) {
+    std::uint32_t words[4][4] = {};
     for (std::int64_t r = 0; r < 4; ++r) {
-      std::uint32_t bits = 0;
       if (rows[r] != nullptr) {
-        std::memcpy(&bits, rows[r] + 2 * pair, sizeof(bits));
+        std::memcpy(words[r], rows[r] + 2 * pair, sizeof(words[r]));
       }
-      to.tiles[pair * 4 + r] = bits;
     }
+    transpose_words(words[0], words[1], words[2], words[3], to.tiles + pair * 4, 4);
   }
   std::fill_n(to.factors, 4, scale);
 }
@@ -82,7 +100,7 @@ void pack_tile_digits(const float* q, std::int64_t depth, std::int64_t head_dim,
   const D d;
   const hn::Rebind<std::int32_t, D> di;
   const hn::Rebind<std::int8_t, D> d8;
-  alignas(64) std::int8_t digits[kLimbs][256 + 64];
+  alignas(64) std::int8_t digits[4][kLimbs][256 + 64];
   for (std::int64_t r = 0; r < 4; ++r) {
     V top = hn::Zero(d);
     bool finite = true;
@@ -110,95 +128,149 @@ void pack_tile_digits(const float* q, std::int64_t depth, std::int64_t head_dim,
       const auto low = byte_of(n);
       const auto rest = hn::ShiftRight<8>(hn::Sub(n, low));
       const auto middle = byte_of(rest);
-      hn::Store(hn::DemoteTo(d8, hn::ShiftRight<8>(hn::Sub(rest, middle))), d8, digits[0] + c);
-      hn::Store(hn::DemoteTo(d8, middle), d8, digits[1] + c);
-      hn::Store(hn::DemoteTo(d8, low), d8, digits[2] + c);
-    }
-    for (std::int64_t limb = 0; limb < kLimbs; ++limb) {
-      for (std::int64_t four = 0; four < head_dim / 4; ++four) {
-        std::memcpy(to.tiles + four * kQueryColumns<DType::int8> + limb * 4 + r,
-                    digits[limb] + 4 * four, 4);
-      }
+      hn::Store(hn::DemoteTo(d8, hn::ShiftRight<8>(hn::Sub(rest, middle))), d8, digits[r][0] + c);
+      hn::Store(hn::DemoteTo(d8, middle), d8, digits[r][1] + c);
+      hn::Store(hn::DemoteTo(d8, low), d8, digits[r][2] + c);
     }
     to.factors[r] = unit * 65536;
     to.factors[4 + r] = unit * 256;
     to.factors[8 + r] = unit;
   }
+  for (std::int64_t limb = 0; limb < kLimbs; ++limb) {
+    for (std::int64_t four = 0; four < head_dim / 4; four += 4) {
+      const auto row = [&](std::int64_t r) {
+        return reinterpret_cast<const std::uint32_t*>(digits[r][limb]) + four;
+      };
+      transpose_words(row(0), row(1), row(2), row(3),
+                      to.tiles + four * kQueryColumns<DType::int8> + limb * 4,
+                      kQueryColumns<DType::int8>);
+    }
+  }
 }
 
-/// What the tiles of a thread work in.
-struct TileScratch {
-  std::byte* rows = nullptr;     // kTile rows of keys, where they do not lie a stride apart
-  std::int32_t* sums = nullptr;  // [kTile][kQueryColumns], int8
+/// Where kTile rows of keys or values are read: from `at` on, `stride` bytes apart.
+struct TileRows {
+  const std::byte* at = nullptr;
+  std::int64_t stride = 0;
 };
 
-/// Scores of kTile keys, [key][4]. `stride` bytes lie between the rows of keys; 0: they are copied.
+/// Rows of keys or values as tiles load them: in place where they lie `stride` bytes apart; where
+/// `stride` is 0, copied to `scratch`.
+template <DType kKv>
+TileRows rows_for_tiles(const Rows<kKv>& rows, std::int64_t stride, std::int64_t dim,
+                        std::byte* scratch) {
+  if (stride != 0) {
+    return {reinterpret_cast<const std::byte*>(rows[0]), stride};
+  }
+  const std::int64_t row_bytes = dim * static_cast<std::int64_t>(sizeof(Element<kKv>));
+  for (std::int64_t key = 0; key < kTile; ++key) {
+    std::memcpy(scratch + key * row_bytes, rows[key], static_cast<std::size_t>(row_bytes));
+  }
+  return {scratch, row_bytes};
+}
+
+/// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes. Rows of
+/// `ahead` are prefetched.
 template <DType kKv, typename Machine>
-void scores_on_tiles(const Rows<kKv>& keys, std::int64_t stride, const TileQueries& queries,
-                     std::int64_t head_dim, const TileScratch& scratch, float* HWY_RESTRICT s) {
+HWY_INLINE void sums_on_tiles(const TileRows& keys, const TileQueries& queries,
+                              std::int64_t head_dim, const Rows<kKv>& ahead,
+                              std::int32_t* HWY_RESTRICT sums) {
   constexpr std::int64_t kColumns = kQueryColumns<kKv>;
   const std::int64_t steps = head_dim / kTileDepth<kKv>;
-  const std::int64_t row_bytes = head_dim * static_cast<std::int64_t>(sizeof(Element<kKv>));
-  const std::byte* tile[4];
-  for (std::int64_t i = 0; i < 4; ++i) {
-    tile[i] = reinterpret_cast<const std::byte*>(keys[i * kTileKeys]);
-  }
-  std::int64_t apart = stride;
-  if (stride == 0) {
-    apart = row_bytes;
-    for (std::int64_t key = 0; key < kTile; ++key) {
-      std::memcpy(scratch.rows + key * row_bytes, keys[key], static_cast<std::size_t>(row_bytes));
-    }
-    for (std::int64_t i = 0; i < 4; ++i) {
-      tile[i] = scratch.rows + i * kTileKeys * row_bytes;
-    }
-  }
-  Machine::template zero<kScoresTile>();
-  Machine::template zero<kScoresTile + 1>();
-  Machine::template zero<kScoresTile + 2>();
-  Machine::template zero<kScoresTile + 3>();
-  // kTile rows of the next tile of keys, among all products
+  // the next tile's rows of this head, among all products
   const std::int64_t each = base::div_up(kTile, 4 * steps);
-  for (std::int64_t step = 0; step < steps; ++step) {
-    Machine::template load<kQueriesTile>(queries.tiles + step * 16 * kColumns, 4 * kColumns);
-    Machine::template load<kKeysTile>(tile[0] + step * 64, apart);
-    Machine::template dot<kKv, kScoresTile, kKeysTile, kQueriesTile>();
-    keys.prefetch(each);
-    Machine::template load<kKeysTile + 1>(tile[1] + step * 64, apart);
-    Machine::template dot<kKv, kScoresTile + 1, kKeysTile + 1, kQueriesTile>();
-    keys.prefetch(each);
-    Machine::template load<kKeysTile>(tile[2] + step * 64, apart);
-    Machine::template dot<kKv, kScoresTile + 2, kKeysTile, kQueriesTile>();
-    keys.prefetch(each);
-    Machine::template load<kKeysTile + 1>(tile[3] + step * 64, apart);
-    Machine::template dot<kKv, kScoresTile + 3, kKeysTile + 1, kQueriesTile>();
-    keys.prefetch(each);
-  }
-  const auto store = [](auto* to, std::int64_t row) {
-    Machine::template store<kScoresTile>(to, 4 * row);
-    Machine::template store<kScoresTile + 1>(to + kTileKeys * row, 4 * row);
-    Machine::template store<kScoresTile + 2>(to + 2 * kTileKeys * row, 4 * row);
-    Machine::template store<kScoresTile + 3>(to + 3 * kTileKeys * row, 4 * row);
-  };
-  if constexpr (kKv == DType::int8) {
-    store(scratch.sums, kColumns);
-    const D4 d;
-    const hn::Rebind<std::int32_t, D4> di;
-    const auto a = hn::Load(d, queries.factors);
-    const auto b = hn::Load(d, queries.factors + 4);
-    const auto c = hn::Load(d, queries.factors + 8);
-    for (std::int64_t key = 0; key < kTile; ++key) {
-      const std::int32_t* const sum = scratch.sums + key * kColumns;
-      auto score = hn::Mul(c, hn::ConvertTo(d, hn::Load(di, sum + 8)));
-      score = hn::MulAdd(b, hn::ConvertTo(d, hn::Load(di, sum + 4)), score);
-      score = hn::MulAdd(a, hn::ConvertTo(d, hn::Load(di, sum)), score);
-      hn::Store(score, d, s + key * 4);
+  for (std::int64_t key = 0; key < kTile; key += 2 * kTileKeys) {
+    const std::byte* const from = keys.at + key * keys.stride;
+    const std::byte* const next = from + kTileKeys * keys.stride;
+    Machine::template zero<kScoresTile>();
+    Machine::template zero<kScoresTile + 1>();
+    for (std::int64_t step = 0; step < steps; ++step) {
+      Machine::template load<kQueriesTile>(queries.tiles + step * 16 * kColumns, 4 * kColumns);
+      Machine::template load<kRowsTile>(from + step * 64, keys.stride);
+      Machine::template dot<kKv, kScoresTile, kRowsTile, kQueriesTile>();
+      ahead.prefetch(each);
+      Machine::template load<kRowsTile + 1>(next + step * 64, keys.stride);
+      Machine::template dot<kKv, kScoresTile + 1, kRowsTile + 1, kQueriesTile>();
+      ahead.prefetch(each);
     }
-  } else {
-    store(s, 4);
-    const V scale = hn::Set(D(), queries.factors[0]);
-    for (std::int64_t i = 0; i < 4 * kTile; i += kLanes) {
-      hn::Store(hn::Mul(hn::Load(D(), s + i), scale), D(), s + i);
+    std::int32_t* const to = sums + key * kColumns;
+    Machine::template store<kScoresTile>(to, 4 * kColumns);
+    Machine::template store<kScoresTile + 1>(to + kTileKeys * kColumns, 4 * kColumns);
+  }
+}
+
+/// Of four vectors [kLanes / 4 keys][4 rows], [4 rows][kLanes keys].
+HWY_INLINE void rows_of_keys(V (&a)[4]) {
+#if HWY_TARGET == HWY_AVX3
+  const D d;
+  alignas(64) static constexpr std::int32_t kOrder[2][16] = {
+      {0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29},
+      {2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31}};
+  const auto two_rows = [](V x, int row, V y) {
+    return V{_mm512_permutex2var_ps(x.raw, _mm512_load_si512(kOrder[row / 2]), y.raw)};
+  };
+  const V low01 = two_rows(a[0], 0, a[1]), low23 = two_rows(a[0], 2, a[1]);
+  const V high01 = two_rows(a[2], 0, a[3]), high23 = two_rows(a[2], 2, a[3]);
+  a[0] = hn::ConcatLowerLower(d, high01, low01);
+  a[1] = hn::ConcatUpperUpper(d, high01, low01);
+  a[2] = hn::ConcatLowerLower(d, high23, low23);
+  a[3] = hn::ConcatUpperUpper(d, high23, low23);
+#else
+  alignas(64) float from[kLanes][4];
+  alignas(64) float to[4][kLanes];
+  for (std::int64_t i = 0; i < 4; ++i) {
+    hn::Store(a[i], D(), &from[0][0] + i * kLanes);
+  }
+  for (std::int64_t i = 0; i < 4 * kLanes; ++i) {
+    to[i / kLanes][i % kLanes] = from[i % kLanes][i / kLanes];
+  }
+  for (std::int64_t i = 0; i < 4; ++i) {
+    a[i] = hn::Load(D(), to[i]);
+  }
+#endif
+}
+
+/// Four numbers of each of kLanes / 4 rows that lie `stride` apart.
+HWY_INLINE hn::Vec<DI> load_blocks(const std::int32_t* from, std::int64_t stride) {
+  const DI d;
+  const hn::Rebind<std::int32_t, D4> d4;
+  const auto at = [&](std::int64_t i) { return hn::Load(d4, from + i * stride); };
+#if HWY_TARGET == HWY_AVX3
+  const hn::Half<decltype(d)> half;
+  return hn::Combine(d, hn::Combine(half, at(3), at(2)), hn::Combine(half, at(1), at(0)));
+#else
+  return hn::Combine(d, at(1), at(0));
+#endif
+}
+
+/// Those sums as scores, [4 rows][kTile].
+template <DType kKv>
+HWY_INLINE void scores_of_sums(const std::int32_t* HWY_RESTRICT sums, const float* factors,
+                               float* HWY_RESTRICT s) {
+  const D d;
+  for (std::int64_t key = 0; key < kTile; key += kLanes) {
+    V score[4];
+    RAFTER_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (kKv == DType::int8) {
+        constexpr std::int64_t kColumns = kQueryColumns<kKv>;
+        const std::int32_t* const from = sums + (key + j * kLanes / 4) * kColumns;
+        const auto digit = [&](std::int64_t i) {
+          return hn::ConvertTo(d, load_blocks(from + 4 * i, kColumns));
+        };
+        const auto factor = [&](std::int64_t i) { return hn::LoadDup128(d, factors + 4 * i); };
+        score[j] = hn::Mul(factor(2), digit(2));
+        score[j] = hn::MulAdd(factor(1), digit(1), score[j]);
+        score[j] = hn::MulAdd(factor(0), digit(0), score[j]);
+      } else {
+        score[j] = hn::Mul(hn::LoadDup128(d, factors),
+                           hn::Load(d, reinterpret_cast<const float*>(sums) + 4 * key + j * kLanes));
+      }
+    }
+    rows_of_keys(score);
+    RAFTER_UNROLL
+    for (int r = 0; r < 4; ++r) {
+      hn::Store(score[r], d, s + r * kTile + key);
     }
   }
 }

@@ -21,28 +21,31 @@ namespace rafter::decode_simd {
 namespace HWY_NAMESPACE {
 namespace {
 
-/// Lane i of the result is the sum of the lanes of sum[i]; the order of additions is the same for
-/// each.
-HWY_INLINE hn::Vec<D4> sums_of_lanes(V a, V b, V c, V e) {
+/// Lane i of the result is op over the lanes of the i-th vector; the order is the same for each.
+template <typename Op>
+HWY_INLINE hn::Vec<D4> over_lanes(V a, V b, V c, V e, const Op& op) {
 #if HWY_TARGET == HWY_SCALAR
   math::transpose4(a, b, c, e);
-  return hn::Add(hn::Add(a, c), hn::Add(b, e));
+  return op(op(a, c), op(b, e));
 #else
   const D d;
   const hn::Repartition<double, D> pairs;
-  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
-  const V ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  const V ab = op(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const V ce = op(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto low = hn::InterleaveLower(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
   const auto high = hn::InterleaveUpper(pairs, hn::BitCast(pairs, ab), hn::BitCast(pairs, ce));
-  const V quarters = hn::Add(hn::BitCast(d, low), hn::BitCast(d, high));
+  const V quarters = op(hn::BitCast(d, low), hn::BitCast(d, high));
   const hn::Half<D> half;
-  const auto halves = hn::Add(hn::LowerHalf(half, quarters), hn::UpperHalf(half, quarters));
+  const auto halves = op(hn::LowerHalf(half, quarters), hn::UpperHalf(half, quarters));
 #if HWY_TARGET == HWY_AVX3
-  return hn::Add(hn::LowerHalf(D4(), halves), hn::UpperHalf(D4(), halves));
+  return op(hn::LowerHalf(D4(), halves), hn::UpperHalf(D4(), halves));
 #else
   return halves;
 #endif
 #endif
+}
+HWY_INLINE hn::Vec<D4> sums_of_lanes(V a, V b, V c, V e) {
+  return over_lanes(a, b, c, e, [](auto x, auto y) { return hn::Add(x, y); });
 }
 
 /// Keys of a register block of kRows query rows: sums enough that additions in flight hide their

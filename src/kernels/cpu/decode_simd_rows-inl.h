@@ -39,6 +39,27 @@ constexpr std::int64_t kTile = tiles::kDecodeTile;
 template <DType kKv>
 constexpr bool kInterleaved = kKv == DType::bf16&& HWY_TARGET != HWY_SCALAR;
 
+/// In what order columns of O lie while they are added to: as they are; the even ones of a step
+/// before its odd ones, as bf16 is widened; of 64 every fourth one, as tiles of bytes leave them.
+enum class ColumnOrder { natural, pairs, quads };
+
+/// Where column c lies.
+constexpr std::int64_t pair_position(std::int64_t c) {
+  return c / kStep * kStep + c % 2 * kLanes + c % kStep / 2;
+}
+constexpr std::int64_t quad_position(std::int64_t c) { return c / 64 * 64 + c % 4 * 16 + c % 64 / 4; }
+
+/// In what order the columns of O lie while a run of this kernel works.
+template <DType kKv, typename Machine>
+ColumnOrder column_order(const Run& run) {
+  const AttentionProblem& p = run.problem();
+  if (Machine::kTiles && kKv == DType::int8 &&
+      tiles::decode_fits_tiles(1, p.head_dim, p.head_dim_v)) {
+    return ColumnOrder::quads;
+  }
+  return kInterleaved<kKv> ? ColumnOrder::pairs : ColumnOrder::natural;
+}
+
 /// One half of kStep elements as f32.
 template <DType kKv, int kHalf>
 HWY_INLINE V load_half(const Element<kKv>* HWY_RESTRICT from) {
@@ -137,7 +158,7 @@ void pack_query(const TensorView& q, std::int64_t offset, std::int64_t head_dim,
 /// O = o / sum of one row, in the order of the head's elements, and its lse.
 template <DType kKv>
 void write_row(const Run& run, const cpu::Sequence& sequence, std::int64_t position,
-               std::int64_t head_q, const float* o, float maximum, float sum) {
+               std::int64_t head_q, const float* o, float maximum, float sum, ColumnOrder order) {
   const D d;
   const AttentionProblem& problem = run.problem();
   // a row that saw no key has sum 0 and o 0
@@ -148,12 +169,9 @@ void write_row(const Run& run, const cpu::Sequence& sequence, std::int64_t posit
     hn::Store(hn::Mul(hn::Load(d, o + c), inverse), d, scaled + c);
   }
   const float* row = scaled;
-  if constexpr (kInterleaved<kKv>) {
-    for (std::int64_t c = 0; c < run.layout.columns; c += kStep) {
-      for (std::int64_t i = 0; i < kLanes; ++i) {
-        ordered[c + 2 * i] = scaled[c + i];
-        ordered[c + 2 * i + 1] = scaled[c + kLanes + i];
-      }
+  if (order != ColumnOrder::natural) {
+    for (std::int64_t c = 0; c < run.layout.columns; ++c) {
+      ordered[c] = scaled[order == ColumnOrder::pairs ? pair_position(c) : quad_position(c)];
     }
     row = ordered;
   }
