@@ -61,7 +61,7 @@ struct DecodeLayout {
   std::int64_t scores = 0, keys = 0, scales = 0;  // offsets, once
   // of a kernel on tiles: queries of a head; rows of keys or values, sums of keys, weights, sums of
   // values
-  std::int64_t tile_q = 0;
+  std::int64_t tile_q = 0, tile_row = 0;  // tile_row: floats of a query row there
   std::int64_t tile_rows = 0, tile_sums = 0, tile_weights = 0, tile_values = 0;
   std::int64_t floats = 0;  // in all
 };
@@ -86,7 +86,8 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   out.o = take(out.rows * out.columns);
   out.state = take(2 * out.rows);  // running maximum and sum of each row
   if (tiles) {
-    out.tile_q = take(out.rows * out.depth);  // 4 rows: head_dim / 4 · 12 words, and 12 factors
+    out.tile_row = out.depth + 4;  // of four rows: head_dim / 4 · 16 words, and 12 factors
+    out.tile_q = take(out.rows * out.tile_row);
   }
   out.head = at;
   at *= out.heads;
@@ -95,7 +96,7 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   out.scales = take(out.heads * 2 * kDecodeTile);  // of K and V
   if (tiles) {
     out.tile_rows = take(kDecodeTile * std::max(out.depth, out.columns) / 2);  // of 2 bytes
-    out.tile_sums = take(2 * kDecodeTile * 12);  // of four rows and of the next four
+    out.tile_sums = take(2 * kDecodeTile * 16);  // of four rows and of the next four
     out.tile_weights = take(2 * 4 * 256);        // two digits of four tiles of 16 keys
     out.tile_values = take(up(out.columns, 64) / 32 * 256);  // a tile for 32 columns
   }

@@ -1,12 +1,9 @@
 // decode_simd_amx on emulated tiles: packing, order of keys and the use of tiles are under test
-// where AMX is not. Vectors are those of AVX2. The arithmetic of the real tiles is tested where
-// they are, as every kernel's is.
+// where AMX is not. Vectors are those of AVX2 and of AVX-512. The arithmetic of the real tiles is
+// tested where they are, as every kernel's is.
 #include <gtest/gtest.h>
 
 #include "hw/cpu/vector_targets.h"
-#undef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS \
-  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3 | HWY_AVX3_DL | RAFTER_OMITTED_TARGETS)
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/decode_emulated_test.cpp"
@@ -14,7 +11,7 @@
 // after foreach_target, which compiles it once per instruction set
 #include "kernels/cpu/decode_simd_kernel-inl.h"
 
-#if HWY_TARGET == HWY_AVX2 && RAFTER_HAS_AMX_CODE
+#if (HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3) && RAFTER_HAS_AMX_CODE
 HWY_BEFORE_NAMESPACE();
 namespace rafter::decode_simd {
 namespace HWY_NAMESPACE {
@@ -130,9 +127,10 @@ Functions functions_on_emulated_tiles(DType kv_dtype) {
 HWY_AFTER_NAMESPACE();
 #endif
 
-#if HWY_ONCE && (HWY_TARGETS & HWY_AVX2) && RAFTER_HAS_AMX_CODE
+#if HWY_ONCE && (HWY_TARGETS & HWY_AVX2) && (HWY_TARGETS & HWY_AVX3) && RAFTER_HAS_AMX_CODE
 #include <limits>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "hwy/targets.h"
@@ -143,41 +141,46 @@ namespace rafter::testing {
 namespace {
 
 /// The run of a plan, on emulated tiles, with a workspace of NaN.
-Forward on_tiles(std::int64_t splits = 0) {
-  return [splits](const Plan& plan, const ForwardInputs& in, const ForwardOutputs& out,
-                  const auto&...) {
-    constexpr decode_simd::Units kUnits = {tiles::kSimdAvx2.lanes, true};
+Forward on_tiles(bool avx512, std::int64_t splits) {
+  return [avx512, splits](const Plan& plan, const ForwardInputs& in, const ForwardOutputs& out,
+                          const auto&...) {
+    const decode_simd::Units units = {(avx512 ? tiles::kSimdAvx512 : tiles::kSimdAvx2).lanes, true};
     const KernelProblem problem = {plan.problem(), plan.threads(), splits};
-    const std::int64_t bytes = decode_simd::sizes_of(problem, kUnits)->total_bytes;
+    const std::int64_t bytes = decode_simd::sizes_of(problem, units)->total_bytes;
     std::vector<std::byte> memory(static_cast<std::size_t>(bytes) + 64, std::byte{0xff});
     void* aligned = memory.data();
     std::size_t space = memory.size();
     std::align(64, static_cast<std::size_t>(bytes), aligned, space);
+    const DType kv_dtype = *problem.attention.kv_dtype;
     return decode_simd::forward(
-        {problem, in, out, {aligned, bytes}}, kUnits,
-        decode_simd::N_AVX2::functions_on_emulated_tiles(*problem.attention.kv_dtype));
+        {problem, in, out, {aligned, bytes}}, units,
+        avx512 ? decode_simd::N_AVX3::functions_on_emulated_tiles(kv_dtype)
+               : decode_simd::N_AVX2::functions_on_emulated_tiles(kv_dtype));
   };
 }
 
-class DecodeOnEmulatedTiles : public ::testing::TestWithParam<DType> {
+/// By dtype of the cache and whether vectors are those of AVX-512.
+class DecodeOnEmulatedTiles : public ::testing::TestWithParam<std::tuple<DType, bool>> {
  protected:
   void SetUp() override {
-    if ((hwy::SupportedTargets() & HWY_AVX2) == 0) {
-      GTEST_SKIP() << "this CPU has no AVX2";
+    if ((hwy::SupportedTargets() & (avx512() ? HWY_AVX3 : HWY_AVX2)) == 0) {
+      GTEST_SKIP() << "this CPU has no " << (avx512() ? "AVX-512" : "AVX2");
     }
   }
+  static DType kv_dtype() { return std::get<0>(GetParam()); }
+  static bool avx512() { return std::get<1>(GetParam()); }
   Case decode_case(std::int64_t group, std::int64_t head_dim) const {
     Case c{.problem = {.heads_q = 2 * group,
                        .heads_kv = 2,
                        .head_dim = head_dim,
                        .dtype = DType::bf16,
-                       .kv_dtype = GetParam()}};
+                       .kv_dtype = kv_dtype()}};
     c.style = Style::mixed;
     c.problem.seqused_kv = true;
     return c;
   }
   RunOptions options(int threads = 1, std::int64_t splits = 0) const {
-    return {.kernel = "forward_reference", .threads = threads, .forward = on_tiles(splits)};
+    return {.kernel = "forward_reference", .threads = threads, .forward = on_tiles(avx512(), splits)};
   }
 };
 
@@ -223,13 +226,13 @@ TEST_P(DecodeOnEmulatedTiles, InfinityAndNanStayWithTheRowsThatSeeThem) {
   Values values = make_values(c);
   const Output clean = run_case(c, values, options());
   const std::size_t width = 2 * 64;
-  if (GetParam() == DType::bf16) {
+  if (kv_dtype() == DType::bf16) {
     values.v[5 * width] = std::numeric_limits<float>::infinity();
   }
   values.q[width + 3] = std::numeric_limits<float>::quiet_NaN();  // the second row's
   const Output output = run_case(c, values, options());
   for (std::size_t i = 0; i < 64; ++i) {
-    if (GetParam() == DType::bf16 && i == 0) {
+    if (kv_dtype() == DType::bf16 && i == 0) {
       EXPECT_EQ(output.o[i], std::numeric_limits<float>::infinity());
     } else {
       EXPECT_EQ(output.o[i], clean.o[i]);
@@ -238,8 +241,27 @@ TEST_P(DecodeOnEmulatedTiles, InfinityAndNanStayWithTheRowsThatSeeThem) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Caches, DecodeOnEmulatedTiles, ::testing::Values(DType::bf16, DType::int8),
-                         [](const auto& info) { return std::string(to_string(info.param)); });
+TEST_P(DecodeOnEmulatedTiles, NegativeFactorsOfValuesGoThroughVectors) {
+  if (kv_dtype() != DType::int8) {
+    GTEST_SKIP() << "only int8 has factors";
+  }
+  Case c = decode_case(4, 64);
+  c.lengths({1}, {192});
+  Values values = make_values(c);
+  for (const std::size_t factor : {std::size_t{6}, std::size_t{140}, std::size_t{261}}) {
+    values.v_scale[factor] = -values.v_scale[factor];  // of two heads a token
+  }
+  const Output output = run_case(c, values, options());
+  EXPECT_TRUE(close_to(output, expect_values(c, values), c));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Caches, DecodeOnEmulatedTiles,
+    ::testing::Combine(::testing::Values(DType::bf16, DType::int8), ::testing::Bool()),
+    [](const auto& info) {
+      return std::string(to_string(std::get<0>(info.param))) +
+             (std::get<1>(info.param) ? "_avx512" : "_avx2");
+    });
 
 }  // namespace
 }  // namespace rafter::testing

@@ -41,9 +41,10 @@ constexpr std::int64_t kLimbs = 3;      // digits of a query with int8 keys
 constexpr std::int64_t kTileKeys = 16;  // rows of a tile of keys
 static_assert(kTile == 4 * kTileKeys);
 
-/// Numbers of a row of queries in a tile: four rows, each of them in three digits with int8 keys.
+/// Numbers of a row of queries in a tile: four rows; with int8 keys each of them in three digits,
+/// and four zeros.
 template <DType kKv>
-constexpr std::int64_t kQueryColumns = kKv == DType::int8 ? 4 * kLimbs : 4;
+constexpr std::int64_t kQueryColumns = kKv == DType::int8 ? 4 * (kLimbs + 1) : 4;
 /// Elements of head_dim in a tile of keys.
 template <DType kKv>
 constexpr std::int64_t kTileDepth = 64 / static_cast<std::int64_t>(sizeof(Element<kKv>));
@@ -136,6 +137,7 @@ void pack_tile_digits(const float* q, std::int64_t depth, std::int64_t head_dim,
     to.factors[4 + r] = unit * 256;
     to.factors[8 + r] = unit;
   }
+  std::fill_n(to.tiles, head_dim / 4 * kQueryColumns<DType::int8>, 0u);
   for (std::int64_t limb = 0; limb < kLimbs; ++limb) {
     for (std::int64_t four = 0; four < head_dim / 4; four += 4) {
       const auto row = [&](std::int64_t r) {
@@ -169,16 +171,21 @@ TileRows rows_for_tiles(const Rows<kKv>& rows, std::int64_t stride, std::int64_t
   return {scratch, row_bytes};
 }
 
-/// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes. Rows of
-/// `ahead` are prefetched.
+/// Of the kTile rows of K and of V of a head of the next tile, how many are prefetched beside each
+/// step of this one, so that memory never rests: as each takes its part of the time.
+constexpr std::int64_t kBesideSums = 16, kBesideScores = 8, kBesideWeights = 16, kBesideValues = 16,
+                       kBesideAdding = 8;
+static_assert(kBesideSums + kBesideScores + kBesideWeights + kBesideValues + kBesideAdding ==
+              kTile);
+
+/// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes.
 template <DType kKv, typename Machine>
 HWY_INLINE void sums_on_tiles(const TileRows& keys, const TileQueries& queries,
-                              std::int64_t head_dim, const Rows<kKv>& ahead,
+                              std::int64_t head_dim, const BothAhead<kKv>& ahead,
                               std::int32_t* HWY_RESTRICT sums) {
   constexpr std::int64_t kColumns = kQueryColumns<kKv>;
   const std::int64_t steps = head_dim / kTileDepth<kKv>;
-  // the next tile's rows of this head, among all products
-  const std::int64_t each = base::div_up(kTile, 4 * steps);
+  const std::int64_t each = base::div_up(kBesideSums, 4 * steps);
   for (std::int64_t key = 0; key < kTile; key += 2 * kTileKeys) {
     const std::byte* const from = keys.at + key * keys.stride;
     const std::byte* const next = from + kTileKeys * keys.stride;
@@ -246,9 +253,10 @@ HWY_INLINE hn::Vec<DI> load_blocks(const std::int32_t* from, std::int64_t stride
 /// Those sums as scores, [4 rows][kTile].
 template <DType kKv>
 HWY_INLINE void scores_of_sums(const std::int32_t* HWY_RESTRICT sums, const float* factors,
-                               float* HWY_RESTRICT s) {
+                               const BothAhead<kKv>& ahead, float* HWY_RESTRICT s) {
   const D d;
   for (std::int64_t key = 0; key < kTile; key += kLanes) {
+    ahead.prefetch(kBesideScores * kLanes / kTile);
     V score[4];
     RAFTER_UNROLL
     for (int j = 0; j < 4; ++j) {

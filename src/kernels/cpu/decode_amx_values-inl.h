@@ -39,10 +39,6 @@ constexpr std::int64_t kTileWords = 16 * 16;  // 4-byte elements of a whole tile
 template <DType kKv>
 constexpr std::int64_t kTileColumns = 64 / static_cast<std::int64_t>(sizeof(Element<kKv>));
 
-/// Rows of the next tile that are prefetched beside each row's maximum and exponentials: memory
-/// should not rest meanwhile.
-constexpr std::int64_t kRowsBesideSoftmax = 2;
-
 /// Weights of a tile of keys as tiles, [digit][kGroups][16][16 keys] of 4 bytes; int8 has two
 /// digits.
 struct TileWeights {
@@ -117,7 +113,7 @@ inline void rescale(const RowBlock& block, const FourRows& before, const FourRow
 /// of a row with one that is negative or not finite, or that are all next to nothing.
 template <DType kKv>
 HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::int64_t columns,
-                                  bool keep, const Rows<kKv>& ahead, float* HWY_RESTRICT s,
+                                  bool keep, const BothAhead<kKv>& ahead, float* HWY_RESTRICT s,
                                   TileWeights& weights) {
   constexpr int kVectors = static_cast<int>(kTile / kLanes);
   const D d;
@@ -126,7 +122,7 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
   V top[4];
   RAFTER_UNROLL
   for (int r = 0; r < 4; ++r) {
-    ahead.prefetch(kRowsBesideSoftmax);
+    ahead.prefetch(kBesideWeights / 8);
     top[r] = hn::Set(d, math::kMinusInfinity);
     RAFTER_UNROLL
     for (int i = 0; i < kVectors; ++i) {
@@ -150,7 +146,7 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
   V total[4];
   RAFTER_UNROLL
   for (int r = 0; r < 4; ++r) {
-    ahead.prefetch(kRowsBesideSoftmax);
+    ahead.prefetch(kBesideWeights / 8);
     const V subtract = from[r];
     total[r] = hn::Zero(d);
     RAFTER_UNROLL
@@ -226,33 +222,48 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
 /// of int32 with int8. head_dim_v is a multiple of kTileColumns.
 template <DType kKv, typename Machine>
 HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weights,
-                                std::int64_t head_dim_v, const Rows<kKv>& ahead,
+                                std::int64_t head_dim_v, const BothAhead<kKv>& ahead,
                                 std::int32_t* HWY_RESTRICT sums) {
   const std::int64_t stride = kTileKeys * values.stride;
   const std::int64_t tiles = head_dim_v / kTileColumns<kKv>;
-  // the next tile's rows of this head, among all products
-  const std::int64_t each = base::div_up(kTile - 8 * kRowsBesideSoftmax, kGroups * tiles);
+  const std::int64_t each = base::div_up(kBesideValues, kGroups * tiles);
   const auto weight = [&](std::int64_t digit, std::int64_t group) {
     return weights.tiles + (digit * kGroups + group) * kTileWords;
   };
-  for (std::int64_t t = 0; t < tiles;) {
+  // sums of two tiles of columns at a time, with int8 in two digits: so a weight is loaded once for both
+  for (std::int64_t t = 0; t < tiles; t += 2) {
     const std::byte* at = values.at + t * 64;
-    Machine::template zero<kSumsTile>();
-    Machine::template zero<kSumsTile + 1>();
+    const bool two = t + 1 < tiles;
     if constexpr (kKv == DType::int8) {
+      constexpr int kLow = kScoresTile, kHigh = kSumsTile;
+      constexpr int kLowWeights = kWeightsTile, kHighWeights = kQueriesTile;
+      Machine::template zero<kLow>();
+      Machine::template zero<kLow + 1>();
+      Machine::template zero<kHigh>();
+      Machine::template zero<kHigh + 1>();
       for (std::int64_t group = 0; group < kGroups; ++group, at += stride) {
+        Machine::template load<kLowWeights>(weight(0, group), 64);
         Machine::template load<kRowsTile>(at, values.stride);
-        Machine::template load<kWeightsTile>(weight(0, group), 64);
-        Machine::template dot_unsigned<kSumsTile, kWeightsTile, kRowsTile>();
+        Machine::template dot_unsigned<kLow, kLowWeights, kRowsTile>();
+        Machine::template load<kHighWeights>(weight(1, group), 64);
+        Machine::template dot_unsigned<kHigh, kHighWeights, kRowsTile>();
         ahead.prefetch(each);
-        Machine::template load<kRowsTile + 1>(weight(1, group), 64);
-        Machine::template dot_unsigned<kSumsTile + 1, kRowsTile + 1, kRowsTile>();
+        if (two) {
+          Machine::template load<kRowsTile + 1>(at + 64, values.stride);
+          Machine::template dot_unsigned<kLow + 1, kLowWeights, kRowsTile + 1>();
+          Machine::template dot_unsigned<kHigh + 1, kHighWeights, kRowsTile + 1>();
+          ahead.prefetch(each);
+        }
       }
-      Machine::template store<kSumsTile>(sums + 2 * t * kTileWords, 64);
-      Machine::template store<kSumsTile + 1>(sums + (2 * t + 1) * kTileWords, 64);
-      ++t;
+      Machine::template store<kLow>(sums + 2 * t * kTileWords, 64);
+      Machine::template store<kHigh>(sums + (2 * t + 1) * kTileWords, 64);
+      if (two) {
+        Machine::template store<kLow + 1>(sums + (2 * t + 2) * kTileWords, 64);
+        Machine::template store<kHigh + 1>(sums + (2 * t + 3) * kTileWords, 64);
+      }
     } else {
-      const bool two = t + 1 < tiles;
+      Machine::template zero<kSumsTile>();
+      Machine::template zero<kSumsTile + 1>();
       for (std::int64_t group = 0; group < kGroups; ++group, at += stride) {
         Machine::template load<kWeightsTile>(weight(0, group), 64);
         Machine::template load<kRowsTile>(at, values.stride);
@@ -268,7 +279,6 @@ HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weigh
       if (two) {
         Machine::template store<kSumsTile + 1>(sums + (t + 1) * kTileWords, 64);
       }
-      t += two ? 2 : 1;
     }
   }
 }
@@ -276,10 +286,13 @@ HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weigh
 /// o [4][columns] += those sums, in the order of columns that column_order says.
 template <DType kKv>
 HWY_INLINE void add_sums(const std::int32_t* HWY_RESTRICT sums, const float (&unit)[4],
-                         std::int64_t head_dim_v, std::int64_t columns, float* HWY_RESTRICT o) {
+                         std::int64_t head_dim_v, std::int64_t columns,
+                         const BothAhead<kKv>& ahead, float* HWY_RESTRICT o) {
   const D d;
   const std::int64_t tiles = head_dim_v / kTileColumns<kKv>;
+  const std::int64_t each = base::div_up(kBesideAdding, tiles);
   for (std::int64_t t = 0; t < tiles; ++t) {
+    ahead.prefetch(each);
     for (std::int64_t r = 0; r < 4; ++r) {
       float* const at = o + r * columns + t * kTileColumns<kKv>;
       const std::int64_t row = r * 4 * 16;

@@ -25,11 +25,12 @@ namespace {
 template <DType kKv, typename Derived>
 class Item {
  public:
-  Item(const Run& run, std::int64_t item, float* scratch)
+  Item(const Run& run, std::int64_t item, bool packed, float* scratch)
       : run_(run),
         plan_(plan_of(run, item, &Plan::first_item)),
         window_(cpu::mask_window(run.problem().mask, plan_.sequence)),
-        scratch_(scratch) {
+        scratch_(scratch),
+        queries_packed_(packed) {
     // The row blocks of a head range follow each other, so that they find its keys in the cache.
     const std::int64_t i = item - plan_.first_item;
     part_ = i / (plan_.row_blocks * run.head_ranges());
@@ -66,10 +67,11 @@ class Item {
   void attend() {
     for (std::int64_t head = first_head_; head < last_head_; ++head) {
       start_head(head);
-      if (keys_.size() > 0) {
+      if (!queries_packed_) {
         derived().pack_head(head);
       }
     }
+    queries_packed_ = true;
     if (keys_.size() > 0) {
       const std::int64_t origin = plan_.parts.part(part_).first;
       std::int64_t begin = origin + (keys_.first - origin) / kTile * kTile;
@@ -186,6 +188,7 @@ class Item {
   std::int64_t first_row_ = 0, rows_ = 0;        // query rows of each
   tiles::Range keys_;                            // of the part that some of them see
   std::int64_t ahead_to_ = 0;                    // end of the keys that may be prefetched
+  bool queries_packed_;
   Found found_[2];                               // this tile's and the next one's
 
  private:

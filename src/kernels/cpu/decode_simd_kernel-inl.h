@@ -98,12 +98,12 @@ class VectorItem : public Item<kKv, VectorItem<kKv>> {
 };
 
 template <DType kKv, typename Machine>
-void compute_item(const Run& run, std::int64_t item, float* scratch) {
+void compute_item(const Run& run, std::int64_t item, bool packed, float* scratch) {
   if constexpr (Machine::kTiles) {
     const typename Machine::template Scope<kKv> scope;
-    TileItem<kKv, Machine>(run, item, scratch).compute();
+    TileItem<kKv, Machine>(run, item, packed, scratch).compute();
   } else {
-    VectorItem<kKv>(run, item, scratch).compute();
+    VectorItem<kKv>(run, item, packed, scratch).compute();
   }
 }
 

@@ -107,6 +107,20 @@ struct Ahead {
   }
 };
 
+/// Of K and of V.
+template <DType kKv>
+struct BothAhead {
+  Ahead<kKv>* k = nullptr;  // null: neither
+  Ahead<kKv>* v = nullptr;
+
+  HWY_INLINE void prefetch(std::int64_t rows) const {
+    if (k != nullptr) {
+      k->step(rows);
+      v->step(rows);
+    }
+  }
+};
+
 /// Rows of K or V of one head, by key of the tile.
 template <DType kKv>
 struct Rows {

@@ -133,9 +133,11 @@ inline Status forward(const ForwardCall& call, const Units& units, const Functio
   {
     auto* const mine =
         reinterpret_cast<float*>(scratch + omp_get_thread_num() * sizes.thread_bytes);
+    std::int64_t before = -1;  // the item of this thread
 #pragma omp for schedule(dynamic, run.turn)
     for (std::int64_t item = 0; item < items; ++item) {
-      functions.item(run, item, mine);
+      functions.item(run, item, item == before + 1 && same_queries(run, item), mine);
+      before = item;
     }
     // after the barrier of the loop above: all parts are there
 #pragma omp for schedule(static)

@@ -57,8 +57,15 @@ inline std::int64_t partial_row(const Run& run, const Plan& plan, std::int64_t p
   return plan.first_part + (part * run.problem().heads_q + head_q) * rows + position;
 }
 
-/// Computes item `item`; scratch has layout.floats floats, 64-byte aligned.
-using ItemFunction = void (*)(const Run& run, std::int64_t item, float* scratch);
+/// Whether an item has the queries of the one before it.
+inline bool same_queries(const Run& run, std::int64_t item) {
+  const Plan& plan = plan_of(run, item, &Plan::first_item);
+  return run.head_ranges() == 1 && plan.row_blocks == 1 && item > plan.first_item;
+}
+
+/// Computes item `item`; scratch has layout.floats floats, 64-byte aligned, and holds the queries
+/// where they are `packed`: same_queries, and it computed the item before.
+using ItemFunction = void (*)(const Run& run, std::int64_t item, bool packed, float* scratch);
 /// Merges the parts of output row `row` of those that are split.
 using MergeFunction = void (*)(const Run& run, std::int64_t row);
 
