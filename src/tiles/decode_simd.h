@@ -92,12 +92,12 @@ constexpr DecodeLayout decode_layout(std::int64_t step, std::int64_t head_dim,
   out.head = at;
   at *= out.heads;
   out.scores = take(4 * kDecodeTile);
-  out.keys = take(8 * kDecodeTile);    // offsets of K and V rows of two tiles, int64
+  out.keys = take(8 * kDecodeTile);                // offsets of K and V rows of two tiles, int64
   out.scales = take(out.heads * 2 * kDecodeTile);  // of K and V
   if (tiles) {
     out.tile_rows = take(kDecodeTile * std::max(out.depth, out.columns) / 2);  // of 2 bytes
-    out.tile_sums = take(2 * kDecodeTile * 16);  // of four rows and of the next four
-    out.tile_weights = take(2 * 4 * 256);        // two digits of four tiles of 16 keys
+    out.tile_sums = take(2 * kDecodeTile * 16);              // of four rows and of the next four
+    out.tile_weights = take(2 * 4 * 256);                    // two digits of four tiles of 16 keys
     out.tile_values = take(up(out.columns, 64) / 32 * 256);  // a tile for 32 columns
   }
   out.floats = up(at + 16, 1024) + 16;  // threads apart by more than a page

@@ -152,10 +152,10 @@ Forward on_tiles(bool avx512, std::int64_t splits) {
     std::size_t space = memory.size();
     std::align(64, static_cast<std::size_t>(bytes), aligned, space);
     const DType kv_dtype = *problem.attention.kv_dtype;
-    return decode_simd::forward(
-        {problem, in, out, {aligned, bytes}}, units,
-        avx512 ? decode_simd::N_AVX3::functions_on_emulated_tiles(kv_dtype)
-               : decode_simd::N_AVX2::functions_on_emulated_tiles(kv_dtype));
+    return decode_simd::forward({problem, in, out, {aligned, bytes}}, units,
+                                avx512
+                                    ? decode_simd::N_AVX3::functions_on_emulated_tiles(kv_dtype)
+                                    : decode_simd::N_AVX2::functions_on_emulated_tiles(kv_dtype));
   };
 }
 
@@ -180,7 +180,8 @@ class DecodeOnEmulatedTiles : public ::testing::TestWithParam<std::tuple<DType, 
     return c;
   }
   RunOptions options(int threads = 1, std::int64_t splits = 0) const {
-    return {.kernel = "forward_reference", .threads = threads, .forward = on_tiles(avx512(), splits)};
+    return {
+        .kernel = "forward_reference", .threads = threads, .forward = on_tiles(avx512(), splits)};
   }
 };
 
@@ -255,13 +256,13 @@ TEST_P(DecodeOnEmulatedTiles, NegativeFactorsOfValuesGoThroughVectors) {
   EXPECT_TRUE(close_to(output, expect_values(c, values), c));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Caches, DecodeOnEmulatedTiles,
-    ::testing::Combine(::testing::Values(DType::bf16, DType::int8), ::testing::Bool()),
-    [](const auto& info) {
-      return std::string(to_string(std::get<0>(info.param))) +
-             (std::get<1>(info.param) ? "_avx512" : "_avx2");
-    });
+INSTANTIATE_TEST_SUITE_P(Caches, DecodeOnEmulatedTiles,
+                         ::testing::Combine(::testing::Values(DType::bf16, DType::int8),
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return std::string(to_string(std::get<0>(info.param))) +
+                                  (std::get<1>(info.param) ? "_avx512" : "_avx2");
+                         });
 
 }  // namespace
 }  // namespace rafter::testing

@@ -1,6 +1,6 @@
-// One item of decode on tiles (decode_amx_products-inl.h, decode_amx_values-inl.h): tiles of 64 keys
-// that all of four query rows see. Any other goes through the vectors of the same file. Compiled
-// once per instruction set (Highway's foreach_target).
+// One item of decode on tiles (decode_amx_products-inl.h, decode_amx_values-inl.h): tiles of 64
+// keys that all of four query rows see. Any other goes through the vectors of the same file.
+// Compiled once per instruction set (Highway's foreach_target).
 #if defined(RAFTER_DECODE_AMX_ITEM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef RAFTER_DECODE_AMX_ITEM_INL_H_
 #undef RAFTER_DECODE_AMX_ITEM_INL_H_
@@ -47,12 +47,12 @@ class TileItem : public Item<kKv, TileItem<kKv, Machine>> {
   }
 
  private:
-  using typename Base::Found;
   using Base::first_head_;
   using Base::last_head_;
   using Base::rows_;
   using Base::run_;
   using Base::scratch_;
+  using typename Base::Found;
 
   TileQueries tile_queries(std::int64_t head, std::int64_t row) const {
     const tiles::DecodeLayout& layout = run_.layout;
@@ -115,32 +115,26 @@ class TileItem : public Item<kKv, TileItem<kKv, Machine>> {
     const auto sums_of = [&](std::int64_t unit) {
       return sums + unit % 2 * kTile * kQueryColumns<kKv>;
     };
-    const auto ahead_of = [&](std::int64_t unit) {
-      return unit % blocks == 0 ? BothAhead<kKv>{&k_ahead, &v_ahead} : BothAhead<kKv>{};
-    };
     const auto start = [&](std::int64_t unit) {
       if (unit < units && whole[unit % blocks]) {
         const Rows<kKv> keys = keys_of(unit);
         sums_on_tiles<kKv, Machine>(
             rows_for_tiles<kKv>(keys, bytes_apart(in.k), problem.head_dim, copied),
-            tile_queries(head_of(unit), unit % blocks * 4), problem.head_dim,
-            ahead_of(unit), sums_of(unit));
+            tile_queries(head_of(unit), unit % blocks * 4), problem.head_dim, keys, sums_of(unit));
       }
     };
-    TileWeights weights{
-        .tiles = reinterpret_cast<std::uint32_t*>(scratch_ + layout.tile_weights)};
+    TileWeights weights{.tiles = reinterpret_cast<std::uint32_t*>(scratch_ + layout.tile_weights)};
     float* waiting = nullptr;  // O that value_sums belong to
-    const auto finish = [&](const BothAhead<kKv>& ahead) {
+    const auto finish = [&] {
       if (waiting != nullptr) {
-        add_sums<kKv>(value_sums, weights.unit, problem.head_dim_v, layout.columns, ahead, waiting);
+        add_sums<kKv>(value_sums, weights.unit, problem.head_dim_v, layout.columns, waiting);
         waiting = nullptr;
       }
     };
     start(0);
     for (std::int64_t unit = 0; unit < units; ++unit) {
-      const BothAhead<kKv> ahead = ahead_of(unit);
       start(unit + 1);
-      finish(ahead);
+      finish();
       const std::int64_t head = head_of(unit);
       const std::int64_t row = unit % blocks * 4;
       const Rows<kKv> values = this->values_of(head, now, row == 0 ? &v_ahead : nullptr);
@@ -150,9 +144,8 @@ class TileItem : public Item<kKv, TileItem<kKv, Machine>> {
         continue;
       }
       const RowBlock block = this->block_at(head, row);
-      scores_of_sums<kKv>(sums_of(unit), tile_queries(head, row).factors, ahead,
-                          block.s);
-      weights_of_scores<kKv>(mine, block, layout.columns, careful_, ahead, block.s, weights);
+      scores_of_sums<kKv>(sums_of(unit), tile_queries(head, row).factors, block.s);
+      weights_of_scores<kKv>(mine, block, layout.columns, careful_, values, block.s, weights);
       TileRows rows = {copied,
                        problem.head_dim_v * static_cast<std::int64_t>(sizeof(Element<kKv>))};
       if (careful_) {
@@ -160,7 +153,7 @@ class TileItem : public Item<kKv, TileItem<kKv, Machine>> {
       } else {
         rows = rows_for_tiles<kKv>(values, bytes_apart(in.v), problem.head_dim_v, copied);
       }
-      values_on_tiles<kKv, Machine>(rows, weights, problem.head_dim_v, ahead, value_sums);
+      values_on_tiles<kKv, Machine>(rows, weights, problem.head_dim_v, values, value_sums);
       waiting = block.o;
       for (std::int64_t r = 0; kKv == DType::int8 && r < 4 && !weights.held; ++r) {
         if (weights.unit[r] == 0) {
@@ -171,7 +164,7 @@ class TileItem : public Item<kKv, TileItem<kKv, Machine>> {
         }
       }
     }
-    finish({});
+    finish();
   }
 
   /// Four rows on vectors.

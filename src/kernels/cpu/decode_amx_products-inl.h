@@ -171,21 +171,15 @@ TileRows rows_for_tiles(const Rows<kKv>& rows, std::int64_t stride, std::int64_t
   return {scratch, row_bytes};
 }
 
-/// Of the kTile rows of K and of V of a head of the next tile, how many are prefetched beside each
-/// step of this one, so that memory never rests: as each takes its part of the time.
-constexpr std::int64_t kBesideSums = 16, kBesideScores = 8, kBesideWeights = 16, kBesideValues = 16,
-                       kBesideAdding = 8;
-static_assert(kBesideSums + kBesideScores + kBesideWeights + kBesideValues + kBesideAdding ==
-              kTile);
-
-/// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes.
+/// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes. As many
+/// rows of `ahead` are prefetched.
 template <DType kKv, typename Machine>
 HWY_INLINE void sums_on_tiles(const TileRows& keys, const TileQueries& queries,
-                              std::int64_t head_dim, const BothAhead<kKv>& ahead,
+                              std::int64_t head_dim, const Rows<kKv>& ahead,
                               std::int32_t* HWY_RESTRICT sums) {
   constexpr std::int64_t kColumns = kQueryColumns<kKv>;
   const std::int64_t steps = head_dim / kTileDepth<kKv>;
-  const std::int64_t each = base::div_up(kBesideSums, 4 * steps);
+  const std::int64_t each = base::div_up(kTile, 4 * steps);
   for (std::int64_t key = 0; key < kTile; key += 2 * kTileKeys) {
     const std::byte* const from = keys.at + key * keys.stride;
     const std::byte* const next = from + kTileKeys * keys.stride;
@@ -253,10 +247,9 @@ HWY_INLINE hn::Vec<DI> load_blocks(const std::int32_t* from, std::int64_t stride
 /// Those sums as scores, [4 rows][kTile].
 template <DType kKv>
 HWY_INLINE void scores_of_sums(const std::int32_t* HWY_RESTRICT sums, const float* factors,
-                               const BothAhead<kKv>& ahead, float* HWY_RESTRICT s) {
+                               float* HWY_RESTRICT s) {
   const D d;
   for (std::int64_t key = 0; key < kTile; key += kLanes) {
-    ahead.prefetch(kBesideScores * kLanes / kTile);
     V score[4];
     RAFTER_UNROLL
     for (int j = 0; j < 4; ++j) {
@@ -271,8 +264,9 @@ HWY_INLINE void scores_of_sums(const std::int32_t* HWY_RESTRICT sums, const floa
         score[j] = hn::MulAdd(factor(1), digit(1), score[j]);
         score[j] = hn::MulAdd(factor(0), digit(0), score[j]);
       } else {
-        score[j] = hn::Mul(hn::LoadDup128(d, factors),
-                           hn::Load(d, reinterpret_cast<const float*>(sums) + 4 * key + j * kLanes));
+        score[j] =
+            hn::Mul(hn::LoadDup128(d, factors),
+                    hn::Load(d, reinterpret_cast<const float*>(sums) + 4 * key + j * kLanes));
       }
     }
     rows_of_keys(score);

@@ -39,6 +39,11 @@ constexpr std::int64_t kTileWords = 16 * 16;  // 4-byte elements of a whole tile
 template <DType kKv>
 constexpr std::int64_t kTileColumns = 64 / static_cast<std::int64_t>(sizeof(Element<kKv>));
 
+/// Rows of V of the next tile that are prefetched beside the maximum of a query row, and beside its
+/// exponentials: where memory rests meanwhile, as many tokens take a tenth longer.
+template <DType kKv>
+constexpr std::int64_t kRowsBesideWeights = kKv == DType::int8 ? 4 : 2;
+
 /// Weights of a tile of keys as tiles, [digit][kGroups][16][16 keys] of 4 bytes; int8 has two
 /// digits.
 struct TileWeights {
@@ -113,7 +118,7 @@ inline void rescale(const RowBlock& block, const FourRows& before, const FourRow
 /// of a row with one that is negative or not finite, or that are all next to nothing.
 template <DType kKv>
 HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::int64_t columns,
-                                  bool keep, const BothAhead<kKv>& ahead, float* HWY_RESTRICT s,
+                                  bool keep, const Rows<kKv>& ahead, float* HWY_RESTRICT s,
                                   TileWeights& weights) {
   constexpr int kVectors = static_cast<int>(kTile / kLanes);
   const D d;
@@ -122,7 +127,7 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
   V top[4];
   RAFTER_UNROLL
   for (int r = 0; r < 4; ++r) {
-    ahead.prefetch(kBesideWeights / 8);
+    ahead.prefetch(kRowsBesideWeights<kKv>);
     top[r] = hn::Set(d, math::kMinusInfinity);
     RAFTER_UNROLL
     for (int i = 0; i < kVectors; ++i) {
@@ -136,8 +141,8 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
       top[r] = hn::Max(top[r], x[r][i]);
     }
   }
-  const auto most = over_lanes(top[0], top[1], top[2], top[3],
-                               [](auto a, auto b) { return hn::Max(a, b); });
+  const auto most =
+      over_lanes(top[0], top[1], top[2], top[3], [](auto a, auto b) { return hn::Max(a, b); });
   const auto maximum = hn::Load(d4, block.maximum);
   const auto highest = hn::IfThenElse(hn::Gt(most, maximum), most, maximum);
   // a row that has seen no key yet: 2^(−∞ − 0) = 0 for all of its scores
@@ -146,7 +151,7 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
   V total[4];
   RAFTER_UNROLL
   for (int r = 0; r < 4; ++r) {
-    ahead.prefetch(kBesideWeights / 8);
+    ahead.prefetch(kRowsBesideWeights<kKv>);
     const V subtract = from[r];
     total[r] = hn::Zero(d);
     RAFTER_UNROLL
@@ -184,7 +189,8 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
     }
     constexpr float kLargest = 65535, kLeast = 1e-30f, kMost = 1e30f;
     const auto largest = over_lanes(top[0], top[1], top[2], top[3], most_bits);
-    const auto some = hn::And(hn::Ge(largest, hn::Set(d4, kLeast)), hn::Lt(largest, hn::Set(d4, kMost)));
+    const auto some =
+        hn::And(hn::Ge(largest, hn::Set(d4, kLeast)), hn::Lt(largest, hn::Set(d4, kMost)));
     const FourRows inverse(hn::IfThenElseZero(some, hn::Div(hn::Set(d4, kLargest), largest)));
     hn::StoreU(hn::IfThenElseZero(some, hn::Mul(largest, hn::Set(d4, 1 / kLargest))), d4,
                weights.unit);
@@ -222,15 +228,16 @@ HWY_INLINE void weights_of_scores(const Tile& tile, const RowBlock& block, std::
 /// of int32 with int8. head_dim_v is a multiple of kTileColumns.
 template <DType kKv, typename Machine>
 HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weights,
-                                std::int64_t head_dim_v, const BothAhead<kKv>& ahead,
+                                std::int64_t head_dim_v, const Rows<kKv>& ahead,
                                 std::int32_t* HWY_RESTRICT sums) {
   const std::int64_t stride = kTileKeys * values.stride;
   const std::int64_t tiles = head_dim_v / kTileColumns<kKv>;
-  const std::int64_t each = base::div_up(kBesideValues, kGroups * tiles);
+  const std::int64_t each = base::div_up(kTile - 8 * kRowsBesideWeights<kKv>, kGroups * tiles);
   const auto weight = [&](std::int64_t digit, std::int64_t group) {
     return weights.tiles + (digit * kGroups + group) * kTileWords;
   };
-  // sums of two tiles of columns at a time, with int8 in two digits: so a weight is loaded once for both
+  // sums of two tiles of columns at a time, with int8 in two digits: so a weight is loaded once for
+  // both
   for (std::int64_t t = 0; t < tiles; t += 2) {
     const std::byte* at = values.at + t * 64;
     const bool two = t + 1 < tiles;
@@ -286,13 +293,10 @@ HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weigh
 /// o [4][columns] += those sums, in the order of columns that column_order says.
 template <DType kKv>
 HWY_INLINE void add_sums(const std::int32_t* HWY_RESTRICT sums, const float (&unit)[4],
-                         std::int64_t head_dim_v, std::int64_t columns,
-                         const BothAhead<kKv>& ahead, float* HWY_RESTRICT o) {
+                         std::int64_t head_dim_v, std::int64_t columns, float* HWY_RESTRICT o) {
   const D d;
   const std::int64_t tiles = head_dim_v / kTileColumns<kKv>;
-  const std::int64_t each = base::div_up(kBesideAdding, tiles);
   for (std::int64_t t = 0; t < tiles; ++t) {
-    ahead.prefetch(each);
     for (std::int64_t r = 0; r < 4; ++r) {
       float* const at = o + r * columns + t * kTileColumns<kKv>;
       const std::int64_t row = r * 4 * 16;

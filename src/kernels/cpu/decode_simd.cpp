@@ -64,9 +64,9 @@ bool fits_tiles(const AttentionProblem& p) {
 }
 
 std::string note(const KernelProblem& problem) {
-  return fits_tiles(problem.attention)
-             ? ""
-             : "tiles want head_dim and head_dim_v in multiples of 32 (int8: 64): these products run on AVX-512";
+  return fits_tiles(problem.attention) ? ""
+                                       : "tiles want head_dim and head_dim_v in multiples of 32 "
+                                         "(int8: 64): these products run on AVX-512";
 }
 
 Acceptance accepts(const KernelProblem& problem, const Units& units) {
@@ -105,9 +105,8 @@ Acceptance machine_has() {
 #if RAFTER_HAS_AMX_CODE
   if constexpr (Set::kUnits.tiles) {
     const Acceptance amx = cpu::machine_has_amx();
-    return amx.yes && !hw::amx::has_int8()
-               ? Acceptance::refuse("this CPU has no AMX with int8")
-               : amx;
+    return amx.yes && !hw::amx::has_int8() ? Acceptance::refuse("this CPU has no AMX with int8")
+                                           : amx;
   }
 #endif
   return cpu::machine_has<Set>();

@@ -189,7 +189,7 @@ class Item {
   tiles::Range keys_;                            // of the part that some of them see
   std::int64_t ahead_to_ = 0;                    // end of the keys that may be prefetched
   bool queries_packed_;
-  Found found_[2];                               // this tile's and the next one's
+  Found found_[2];  // this tile's and the next one's
 
  private:
   Derived& derived() { return static_cast<Derived&>(*this); }
@@ -235,12 +235,12 @@ class Item {
   }
 
   /// The factors of a tile's rows, of all heads, [head][kTile]. Those of `next` are prefetched.
-  void find_scales(const TensorView& scale, const tiles::Range& keys,
-                          const tiles::Range& next, float* to) const {
+  void find_scales(const TensorView& scale, const tiles::Range& keys, const tiles::Range& next,
+                   float* to) const {
     const auto* const data = static_cast<const float*>(scale.data);
     const auto first_of = [&](std::int64_t key) {
-      return data + cpu::key_offset(run_.problem(), run_.call.in, scale, plan_.sequence, key,
-                                    first_head_);
+      return data +
+             cpu::key_offset(run_.problem(), run_.call.in, scale, plan_.sequence, key, first_head_);
     };
     each_run(next, [&](std::int64_t, std::int64_t count, std::int64_t key) {
       const float* const from = first_of(key);
@@ -318,8 +318,7 @@ class Item {
       const float sum = of_head(head)[layout.state + layout.rows + row];
       const std::int64_t head_q = head * run_.group() + (first_row_ + row) % run_.group();
       if (!split) {
-        write_row<kKv>(run_, plan_.sequence, position(row), head_q, o, maximum, sum,
-                       order);
+        write_row<kKv>(run_, plan_.sequence, position(row), head_q, o, maximum, sum, order);
         continue;
       }
       const std::int64_t at = partial_row(run_, plan_, part_, head_q, position(row));

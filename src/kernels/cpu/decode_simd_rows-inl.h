@@ -47,7 +47,9 @@ enum class ColumnOrder { natural, pairs, quads };
 constexpr std::int64_t pair_position(std::int64_t c) {
   return c / kStep * kStep + c % 2 * kLanes + c % kStep / 2;
 }
-constexpr std::int64_t quad_position(std::int64_t c) { return c / 64 * 64 + c % 4 * 16 + c % 64 / 4; }
+constexpr std::int64_t quad_position(std::int64_t c) {
+  return c / 64 * 64 + c % 4 * 16 + c % 64 / 4;
+}
 
 /// In what order the columns of O lie while a run of this kernel works.
 template <DType kKv, typename Machine>
@@ -103,20 +105,6 @@ struct Ahead {
         head = 0;
         ++key;
       }
-    }
-  }
-};
-
-/// Of K and of V.
-template <DType kKv>
-struct BothAhead {
-  Ahead<kKv>* k = nullptr;  // null: neither
-  Ahead<kKv>* v = nullptr;
-
-  HWY_INLINE void prefetch(std::int64_t rows) const {
-    if (k != nullptr) {
-      k->step(rows);
-      v->step(rows);
     }
   }
 };

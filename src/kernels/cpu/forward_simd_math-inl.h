@@ -167,9 +167,10 @@ HWY_INLINE void store_f32(V value, Element<kType>* target) {
   }
 }
 
-/// 2^x for x ≤ 127, relative error 2.3e-9 plus rounding; exactly 0 for −∞ and where the result would
-/// be subnormal, which costs products an assist each; exactly 1 at 0; NaN stays NaN. Coefficients:
-/// Remez, on [0, 1] with both ends held, or on [−1/2, 1/2] with the constant held at 1.
+/// 2^x for x ≤ 127, relative error 2.3e-9 plus rounding; exactly 0 for −∞ and where the result
+/// would be subnormal, which costs products an assist each; exactly 1 at 0; NaN stays NaN.
+/// Coefficients: Remez, on [0, 1] with both ends held, or on [−1/2, 1/2] with the constant held
+/// at 1.
 HWY_INLINE V exp2_of(V x) {
   const D d;
 #if HWY_TARGET == HWY_AVX3
