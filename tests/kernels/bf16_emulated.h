@@ -171,6 +171,10 @@ struct EmulatedAmx : EmulatedVectors {
     }
   }
   template <int kTile>
+  static void tile_load_past_l1(const void* from, std::int64_t stride) {
+    tile_load<kTile>(from, stride);
+  }
+  template <int kTile>
   static void tile_store(void* to, std::int64_t stride) {
     for (int row = 0; row < 16; ++row) {
       std::memcpy(static_cast<char*>(to) + row * stride, tile(kTile)[row], 64);

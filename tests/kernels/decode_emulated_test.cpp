@@ -58,6 +58,10 @@ struct EmulatedTiles {
     }
   }
   template <int kTile_>
+  static void load_past_l1(const void* from, std::int64_t stride) {
+    load<kTile_>(from, stride);
+  }
+  template <int kTile_>
   static void store(void* to, std::int64_t stride) {
     const Tile& t = tile(kTile_);
     for (int row = 0; row < t.rows; ++row) {

@@ -32,6 +32,11 @@ template <int kTile>
 inline void load(const void* from, std::int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
 }
+/// The same of what is not to stay in the L1: it does not drive out what lies there.
+template <int kTile>
+inline void load_past_l1(const void* from, std::int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
 template <int kTile>
 inline void store(void* to, std::int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");

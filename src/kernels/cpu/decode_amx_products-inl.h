@@ -172,7 +172,7 @@ TileRows rows_for_tiles(const Rows<kKv>& rows, std::int64_t stride, std::int64_t
 }
 
 /// Sums of products of kTile keys and four query rows, [key][kQueryColumns] of 4 bytes. As many
-/// rows of `ahead` are prefetched.
+/// rows of `ahead` are prefetched. Keys are used once: they are loaded past the L1.
 template <DType kKv, typename Machine>
 HWY_INLINE void sums_on_tiles(const TileRows& keys, const TileQueries& queries,
                               std::int64_t head_dim, const Rows<kKv>& ahead,
@@ -187,10 +187,10 @@ HWY_INLINE void sums_on_tiles(const TileRows& keys, const TileQueries& queries,
     Machine::template zero<kScoresTile + 1>();
     for (std::int64_t step = 0; step < steps; ++step) {
       Machine::template load<kQueriesTile>(queries.tiles + step * 16 * kColumns, 4 * kColumns);
-      Machine::template load<kRowsTile>(from + step * 64, keys.stride);
+      Machine::template load_past_l1<kRowsTile>(from + step * 64, keys.stride);
       Machine::template dot<kKv, kScoresTile, kRowsTile, kQueriesTile>();
       ahead.prefetch(each);
-      Machine::template load<kRowsTile + 1>(next + step * 64, keys.stride);
+      Machine::template load_past_l1<kRowsTile + 1>(next + step * 64, keys.stride);
       Machine::template dot<kKv, kScoresTile + 1, kRowsTile + 1, kQueriesTile>();
       ahead.prefetch(each);
     }

@@ -250,13 +250,13 @@ HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weigh
       Machine::template zero<kHigh + 1>();
       for (std::int64_t group = 0; group < kGroups; ++group, at += stride) {
         Machine::template load<kLowWeights>(weight(0, group), 64);
-        Machine::template load<kRowsTile>(at, values.stride);
+        Machine::template load_past_l1<kRowsTile>(at, values.stride);
         Machine::template dot_unsigned<kLow, kLowWeights, kRowsTile>();
         Machine::template load<kHighWeights>(weight(1, group), 64);
         Machine::template dot_unsigned<kHigh, kHighWeights, kRowsTile>();
         ahead.prefetch(each);
         if (two) {
-          Machine::template load<kRowsTile + 1>(at + 64, values.stride);
+          Machine::template load_past_l1<kRowsTile + 1>(at + 64, values.stride);
           Machine::template dot_unsigned<kLow + 1, kLowWeights, kRowsTile + 1>();
           Machine::template dot_unsigned<kHigh + 1, kHighWeights, kRowsTile + 1>();
           ahead.prefetch(each);
@@ -273,11 +273,11 @@ HWY_INLINE void values_on_tiles(const TileRows& values, const TileWeights& weigh
       Machine::template zero<kSumsTile + 1>();
       for (std::int64_t group = 0; group < kGroups; ++group, at += stride) {
         Machine::template load<kWeightsTile>(weight(0, group), 64);
-        Machine::template load<kRowsTile>(at, values.stride);
+        Machine::template load_past_l1<kRowsTile>(at, values.stride);
         Machine::template dot<kKv, kSumsTile, kWeightsTile, kRowsTile>();
         ahead.prefetch(each);
         if (two) {
-          Machine::template load<kRowsTile + 1>(at + 64, values.stride);
+          Machine::template load_past_l1<kRowsTile + 1>(at + 64, values.stride);
           Machine::template dot<kKv, kSumsTile + 1, kWeightsTile, kRowsTile + 1>();
           ahead.prefetch(each);
         }

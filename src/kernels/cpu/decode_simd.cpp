@@ -85,9 +85,10 @@ Acceptance accepts(const KernelProblem& problem, const Units& units) {
 
 /// Assumed: 60% of these vectors' f32 rate, of which rows that only fill a register block are lost,
 /// and 85% of the bandwidth of main memory. An Emerald Rapids with two threads gave a third of the
-/// rate and two thirds to three quarters of what a loop of loads reads (docs/kernels/decode_simd.md).
-/// Not lowered before the other pipelines' shares with few rows are measured too: it would lose to
-/// them. Tiles came to 75 to 90% of that loop, so they are chosen first.
+/// rate and two thirds to three quarters of what a loop of loads reads
+/// (docs/kernels/decode_simd.md). Not lowered before the other pipelines' shares with few rows are
+/// measured too: it would lose to them. Tiles came to 75 to 90% of that loop, so they are chosen
+/// first.
 Reach reach_of(const KernelProblem& problem, const DeviceSpec& spec,
                const tiles::SimdBlocking& blocking, const Units& units) {
   const AttentionProblem& p = problem.attention;

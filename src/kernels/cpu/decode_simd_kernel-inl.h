@@ -40,6 +40,10 @@ struct Amx {
     hw::amx::load<kTile_>(from, stride);
   }
   template <int kTile_>
+  HWY_INLINE static void load_past_l1(const void* from, std::int64_t stride) {
+    hw::amx::load_past_l1<kTile_>(from, stride);
+  }
+  template <int kTile_>
   HWY_INLINE static void store(void* to, std::int64_t stride) {
     hw::amx::store<kTile_>(to, stride);
   }

@@ -15,6 +15,10 @@ struct Amx : forward_bf16::Avx512Vectors {
     hw::amx::load<kTile>(from, stride);
   }
   template <int kTile>
+  static void tile_load_past_l1(const void* from, std::int64_t stride) {
+    hw::amx::load_past_l1<kTile>(from, stride);
+  }
+  template <int kTile>
   static void tile_store(void* to, std::int64_t stride) {
     hw::amx::store<kTile>(to, stride);
   }

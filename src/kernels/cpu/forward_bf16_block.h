@@ -12,7 +12,8 @@ namespace rafter::forward_bf16 {
 
 /// A product on a unit of eight tiles. slice() is vector work for the time that a tile product
 /// takes (kSlices 4) or that four take (1): the unit holds two or three products that wait, and
-/// what stands behind more of them in the program waits as well.
+/// what stands behind more of them in the program waits as well. A is loaded
+/// past the L1: K and V stream from the L2, and would drive out Q, S, P and O.
 template <typename M, bool kAdds, int kSlices, typename Slice>
 [[gnu::always_inline]] inline void tile_product(const Product& x, const Slice& slice) {
   constexpr std::int64_t kRow = 64;  // bytes
@@ -35,14 +36,14 @@ template <typename M, bool kAdds, int kSlices, typename Slice>
   };
   for (std::int64_t step = 0; step < x.steps; ++step) {
     const std::uint16_t* const a = x.a + step * 2 * kTileElements;
-    M::template tile_load<4>(a, kRow);
+    M::template tile_load_past_l1<4>(a, kRow);
     M::template tile_load<6>(x.b0 + step * kTileElements, kRow);
     M::template tile_dot<0, 4, 6>();
     between();
     M::template tile_load<7>(x.b1 + step * kTileElements, kRow);
     M::template tile_dot<1, 4, 7>();
     between();
-    M::template tile_load<5>(a + kTileElements, kRow);
+    M::template tile_load_past_l1<5>(a + kTileElements, kRow);
     M::template tile_dot<2, 5, 6>();
     between();
     M::template tile_dot<3, 5, 7>();
