@@ -16,6 +16,18 @@ constexpr int sm90_decode_cluster_size(std::int64_t heads) {
   return heads <= 15 ? 8 : heads <= 30 ? 4 : heads <= 66 ? 2 : heads <= kDecodeSms ? 1 : 0;
 }
 
+/// CTAs that are launched as one cluster, where a head has `ctas` of them: several heads share one,
+/// as far as they all run at once. CTAs of large clusters lie in all groups of SMs alike; those of
+/// small ones fill the largest group first, whose way to the memory they then share.
+constexpr unsigned sm90_decode_launched_cluster(unsigned heads, unsigned ctas) {
+  const unsigned all = heads * ctas;
+  unsigned size = ctas;
+  while (ctas > 1 && size < 8 && all % (2 * size) == 0 && all <= 15 * 8) {
+    size *= 2;
+  }
+  return size;
+}
+
 /// What an SM of a cluster reads at most, what all SMs read without clusters, and the time that
 /// clusters save, less some for each part of a CTA that follows another. Of an element width of the
 /// cache, measured: 8-bit keys are held up by arithmetic, in which all SMs share.
@@ -43,12 +55,27 @@ constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_
   return of_these < rates.of_all && lost > saved ? 0 : ctas;
 }
 
-/// Shared memory of a CTA: ring and results of its warps, and behind them what the parts have of
-/// its columns.
+/// Shared memory of a CTA: ring and results of its warps, and behind them queries and what the
+/// parts have of its columns.
 constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int rows,
                                         int ctas) {
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
-  return row.ring_bytes() + row.exchange_bytes() + max_parts * rows * part + Sm90DecodeRow::kAlign;
+  return row.ring_bytes() + row.exchange_bytes() + kDecodeBlockRows * row.query_pitch() +
+         max_parts * rows * part + Sm90DecodeRow::kAlign;
+}
+
+/// Where there are more heads than SMs: heads of each CTA, where all have as many and warps have
+/// keys; 0: heads are cut between CTAs.
+constexpr std::int64_t sm90_decode_heads(std::int64_t heads) {
+  return sm90_decode_even_share(heads, kDecodeSms);
+}
+/// Tiles of a head at least, as another follows: its keys are asked for up to slots / 2 tiles
+/// ahead, and its queries with them, which there is room for once those of this head were read.
+constexpr int sm90_decode_head_tiles(const Sm90DecodeRow& row) { return row.slots / 2 + 1; }
+/// Shared memory of such a CTA: ring, results of its warps and behind them queries of each.
+constexpr int sm90_decode_heads_bytes(const Sm90DecodeRow& row) {
+  return row.ring_bytes() + row.exchange_bytes() +
+         row.warps * kDecodeBlockRows * row.query_pitch() + Sm90DecodeRow::kAlign;
 }
 
 // Where warps have columns of O.

@@ -12,9 +12,32 @@ TEST(Sm90DecodeCluster, IsAsLargeAsLetsAllHeadsRunAtOnce) {
   EXPECT_EQ(sm90_decode_cluster(15, 16, 34 * kMega), 8);
   EXPECT_EQ(sm90_decode_cluster(16, 16, 34 * kMega), 4);
   EXPECT_EQ(sm90_decode_cluster(32, 16, 34 * kMega), 2);
+  EXPECT_EQ(sm90_decode_cluster(66, 16, 34 * kMega), 2);
   EXPECT_EQ(sm90_decode_cluster(67, 16, 34 * kMega), 1);
   EXPECT_EQ(sm90_decode_cluster(132, 16, 34 * kMega), 1);
   EXPECT_EQ(sm90_decode_cluster(133, 16, 34 * kMega), 0);
+}
+
+TEST(Sm90DecodeCluster, HasSeveralHeadsAsFarAsAllRunAtOnce) {
+  EXPECT_EQ(sm90_decode_launched_cluster(8, 8), 8u);
+  EXPECT_EQ(sm90_decode_launched_cluster(16, 4), 8u);
+  EXPECT_EQ(sm90_decode_launched_cluster(32, 2), 8u);
+  EXPECT_EQ(sm90_decode_launched_cluster(60, 2), 8u) << "15 of 8";
+  EXPECT_EQ(sm90_decode_launched_cluster(64, 2), 2u) << "16 of 8 or 32 of 4 are too many";
+  EXPECT_EQ(sm90_decode_launched_cluster(30, 2), 4u) << "60 CTAs";
+  EXPECT_EQ(sm90_decode_launched_cluster(33, 2), 2u);
+  EXPECT_EQ(sm90_decode_launched_cluster(17, 4), 4u);
+}
+
+TEST(Sm90DecodeCluster, LeavesHeadsToCtasWhereAllHaveAsMany) {
+  EXPECT_EQ(sm90_decode_heads(133), 0);
+  EXPECT_EQ(sm90_decode_heads(256), 2);
+  EXPECT_EQ(sm90_decode_heads(264), 2);
+  EXPECT_EQ(sm90_decode_heads(265), 0);
+  EXPECT_EQ(sm90_decode_heads(1024), 8);
+  EXPECT_EQ(sm90_decode_head_tiles(kSm90DecodeRows[0][0]), 5);
+  EXPECT_EQ(sm90_decode_head_tiles(kSm90DecodeRows[0][1]), 3);
+  EXPECT_LE(sm90_decode_heads_bytes(kSm90DecodeRows[0][1]), kDecodeClusterMostBytes);
 }
 
 TEST(Sm90DecodeCluster, HasNoMoreCtasThanPartsButTwo) {

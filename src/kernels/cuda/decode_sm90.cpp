@@ -54,6 +54,11 @@ constexpr ClusterFunction kClustersOf[3][kClusterRows] = {
     {cuda::launch_decode_sm90_columns_cluster<kDType, 1, 0>,
      cuda::launch_decode_sm90_columns_cluster<kDType, 1, 1>}};
 
+using HeadsFunction = Status (*)(const DecodeParams&, unsigned, void*);
+template <DType kDType>
+constexpr HeadsFunction kHeadsOf[kClusterRows] = {cuda::launch_decode_sm90_heads<kDType, 0>,
+                                                  cuda::launch_decode_sm90_heads<kDType, 1>};
+
 constexpr std::int64_t kAlign = 256;  // bytes, of the parts of the workspace
 
 /// How a problem is cut, whatever its lengths turn out to be.
@@ -308,20 +313,24 @@ void set_tensors(DecodeParams& params, const ForwardInputs& in, const ForwardOut
   params.tree_mask_batch = in.tree_mask.stride_batch;
 }
 
-/// CTAs of a cluster, where every head of every sequence gets one; 0: CTAs get shares. Sequences of
-/// lengths that only the device knows share all SMs, unless there is but one.
+/// Warps may copy their own keys where whole heads are a CTA's or a cluster's. Sequences of lengths
+/// that only the device knows share all SMs, unless there is but one.
+bool has_own_keys(const DecodeParams& params, const AttentionProblem& p, int most_blocks) {
+  return tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v) < kClusterRows &&
+         p.seqlen_q * params.group <= tiles::kDecodeBlockRows * most_blocks &&
+         p.layout != Layout::packed && (p.batch == 1 || params.seqused_kv.data == nullptr) &&
+         params.q.aligned && params.k.aligned && params.v.aligned;
+}
+
+/// CTAs of a cluster, where every head of every sequence gets one; 0: another way.
 int cluster_of(const DecodeParams& params, const KernelProblem& problem, const Cut& cut) {
   const AttentionProblem& p = problem.attention;
-  const int row = tiles::sm90_decode_row_for(p.head_dim, p.head_dim_v);
-  const std::int64_t rows = p.seqlen_q * params.group;
-  const int most_blocks = by_columns(p) ? tiles::kDecodeClusterBlocks : 1;
-  if (row >= kClusterRows || rows > tiles::kDecodeBlockRows * most_blocks ||
-      p.layout == Layout::packed || (p.batch > 1 && params.seqused_kv.data != nullptr) ||
+  if (!has_own_keys(params, p, by_columns(p) ? tiles::kDecodeClusterBlocks : 1) ||
       (p.layout == Layout::paged && by_columns(p) &&
-       p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys) ||
-      !params.q.aligned || !params.k.aligned || !params.v.aligned) {
+       p.seqlen_kv > tiles::kDecodeClusterMostPagedKeys)) {
     return 0;
   }
+  const std::int64_t rows = p.seqlen_q * params.group;
   const std::int64_t heads = p.batch * p.heads_kv;
   const std::int64_t bytes = heads * p.seqlen_kv * (params.k.row_bytes + params.v.row_bytes);
   const int ctas = tiles::sm90_decode_cluster(heads, cut.max_parts, bytes,
@@ -336,6 +345,19 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   const int pages =
       p.layout == Layout::paged ? tiles::sm90_decode_cluster_page_bytes(row_of(p)) : 0;
   return shared + pages <= tiles::kDecodeClusterMostBytes ? ctas : 0;
+}
+
+/// Heads of a CTA, where all have as many and there are more than SMs; 0: CTAs get shares.
+int heads_of(const DecodeParams& params, const AttentionProblem& p) {
+  const std::int64_t heads = p.batch * p.heads_kv;
+  if (by_columns(p) || p.layout == Layout::paged || !has_own_keys(params, p, 1) ||
+      tiles::sm90_decode_cluster_size(heads) > 0) {
+    return 0;
+  }
+  const int tiles = params.same_cut.end_tile - params.same_cut.first_tile;
+  return params.seqused_kv.data == nullptr && tiles >= tiles::sm90_decode_head_tiles(row_of(p))
+             ? static_cast<int>(tiles::sm90_decode_heads(heads))
+             : 0;
 }
 
 /// How many units a CTA has, where lengths are no data.
@@ -361,9 +383,17 @@ Status forward(const ForwardCall& call) {
   const int way = by_columns(p) ? 1 + width_of(p) : 0;
   const bool e4m3 = p.kv_dtype == DType::e4m3;
   if (const int ctas = cluster_of(params, call.problem, cut); ctas > 0) {
+    params.head_ctas = ctas;
     const auto& clusters = dtype == 1 ? kClustersOf<DType::f16> : kClustersOf<DType::bf16>;
     return clusters[way][row](params, e4m3, static_cast<unsigned>(p.batch * p.heads_kv),
                               static_cast<unsigned>(ctas), call.stream.handle);
+  }
+  if (const int each = heads_of(params, p); each > 0) {
+    params.share = each;
+    const auto& heads = dtype == 1 ? kHeadsOf<DType::f16> : kHeadsOf<DType::bf16>;
+    return heads[row](params,
+                      static_cast<unsigned>(div_up(p.batch * p.heads_kv, std::int64_t{each})),
+                      call.stream.handle);
   }
   const cuda::DecodeMaps maps = set_maps(params, p, call.in);
   if (cut.slots > 0) {

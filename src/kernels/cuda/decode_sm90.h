@@ -62,7 +62,8 @@ struct DecodeParams {
   int likely_parts = 1;
   tiles::Divisor by_likely_parts;
   int max_parts = 1;
-  // Units of a CTA where lengths are no data; the first `longer_shares` CTAs have one more.
+  // Units of a CTA where lengths are no data, or heads where it has whole ones; the first
+  // `longer_shares` CTAs have one more.
   int share = 0, longer_shares = 0;
   tiles::Sm90DecodeCut same_cut = {};  // of every sequence, where lengths are no data
   // Partial results of part s of (sequence, KV head, row block), where the CTA that has part 0
@@ -77,7 +78,8 @@ struct DecodeParams {
   // [slot, block, pair of rows] (maxima, sums) and [slot, warp with columns].
   float4* partial_columns = nullptr;
   float4* partial_states = nullptr;
-  int blocks = 1;  // of 8 query rows in a row block at most: 1, 2, 4 or 8
+  int head_ctas = 1;  // in clusters: CTAs of a head, a power of 2
+  int blocks = 1;     // of 8 query rows in a row block at most: 1, 2, 4 or 8
   // score_log2 = scale_log2 · q·k, or with softcap its tanh; p = 2^(score_log2 − max).
   float scale_log2 = 0;
   float transform_cap = 0;    // softcap · log2(e); 0: no softcap

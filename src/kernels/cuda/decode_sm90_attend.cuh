@@ -50,6 +50,10 @@ struct DecodeAttend {
     return value;
   }
 
+  __device__ static void store_shared(std::uint32_t address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  }
+
   /// Row g of the queries in words of two columns; zeros where there is none.
   __device__ void read_queries(const DecodeUnit& unit, typename Shared::Ring& ring,
                                Rows& rows) const {
@@ -100,8 +104,7 @@ struct DecodeAttend {
   __device__ int query_byte(int i, int h) const { return 32 * i + 16 * h + 4 * t; }
 
   /// No results yet.
-  __device__ void empty_rows(const DecodeUnit& unit, Rows& rows) const {
-    const int count = unit.seqlen_q * params.group;
+  __device__ static void empty_rows(Rows& rows) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -109,6 +112,15 @@ struct DecodeAttend {
         rows.o[i][e] = 0;
       }
     }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      rows.max[e] = -INFINITY;
+      rows.sum[e] = 0;
+    }
+  }
+  /// What the rows of a unit see.
+  __device__ void set_masks(const DecodeUnit& unit, Rows& rows) const {
+    const int count = unit.seqlen_q * params.group;
     const auto mask = mask_of(params, unit.seqlen_q, unit.seqlen_kv);
     rows.tree_key = unit.seqlen_kv - unit.seqlen_q;
 #pragma unroll
@@ -117,8 +129,6 @@ struct DecodeAttend {
       const auto keys = mask.row(r / params.group);
       rows.first[e] = r < count ? keys.first : 0;
       rows.last[e] = r < count ? keys.last : 0;
-      rows.max[e] = -INFINITY;
-      rows.sum[e] = 0;
       rows.tree[e] = ~std::uint64_t{0};
       if (params.tree_mask != nullptr && r < count) {
         rows.tree[e] = params.tree_mask[unit.batch * params.tree_mask_batch + r / params.group];
@@ -160,13 +170,24 @@ struct DecodeAttend {
   /// Column of O of accumulator half `h` of step `i`.
   __device__ int column_of(int i, int h) const { return 16 * i + g + 8 * h; }
 
-  /// Scores of block `of` of a slot, masked and in log2 units; `first` is its first key.
-  __device__ void finish_scores(const Rows& rows, int slot, int of, int first,
-                                float (&s)[4]) const {
-    std::uint32_t present = ~0u;
-    if (params.page_size > 0) {
-      present = shared_word(shared.present(slot) + of * 4);
+  static constexpr std::uint32_t kAllPresent = (1u << kKeys) - 1;
+
+  /// Scores of 16 keys from `first` on, of which those of `present` are there, masked and in log2
+  /// units. Where every row sees all of them they have only to be scaled.
+  __device__ void finish_scores(const DecodeUnit& unit, const Rows& rows, std::uint32_t present,
+                                int first, float (&s)[4]) const {
+    if (first >= unit.common_first && first + kKeys <= unit.common_end &&
+        params.transform_cap == 0 && present == kAllPresent) {
+#pragma unroll
+      for (float& score : s) {
+        score *= params.scale_log2;
+      }
+    } else {
+      hide_scores(rows, present, first, s);
     }
+  }
+  __device__ void hide_scores(const Rows& rows, std::uint32_t present, int first,
+                              float (&s)[4]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first + g + 8 * h;
@@ -187,14 +208,6 @@ struct DecodeAttend {
         score = seen ? score : -INFINITY;
       }
     }
-  }
-
-  /// finish_scores() has only to scale: every row sees all 16 keys.
-  __device__ bool hides_nothing(const DecodeUnit& unit, int slot, int of, int first) const {
-    constexpr std::uint32_t kAll = (1u << kKeys) - 1;
-    return first >= unit.common_first && first + kKeys <= unit.common_end &&
-           params.transform_cap == 0 &&
-           (params.page_size == 0 || (shared_word(shared.present(slot) + of * 4) & kAll) == kAll);
   }
 
   /// Scores become probabilities relative to the running maximum; sums and outputs follow.
@@ -258,22 +271,33 @@ struct DecodeAttend {
         sum[e] += __shfl_xor_sync(~0u, sum[e], step);
       }
     }
-    // Slot of a row: those of the warps of other keys follow those of other rows.
-    int first = warp * kRows, column[2] = {column_of(0, 0), column_of(0, 1)};
-    // Else addresses are computed before the loop over units: too many to keep at head_dim 256.
-    asm volatile("" : "+r"(first), "+r"(column[0]), "+r"(column[1]));
-    float* const o = shared.exchange_o();
+    // Slot of a row: those of the warps of other keys follow those of other rows. Columns of steps
+    // that are twisted alike lie at distances that instructions have room for.
+    const int first = warp * kRows + 2 * t;
+    std::uint32_t to[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        to[i][h] =
+            shared_address(shared.exchange_o() + Shared::exchange_place(first, column_of(i, h)) -
+                           column_of(i, 0) + g);
+        // Else all places are computed, before the loop over units: too many to keep.
+        asm volatile("" : "+r"(to[i][h]));
+      }
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int r = 2 * t + e;
-      if (r < rows_here) {
+      if (2 * t + e < rows_here) {
         if (g == 0) {
-          shared.exchange_state()[first + r] = {rows.max[e], sum[e]};
+          shared.exchange_state()[first + e] = {rows.max[e], sum[e]};
         }
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          o[Shared::exchange_place(first + r, 16 * i + column[0])] = rows.o[i][e];
-          o[Shared::exchange_place(first + r, 16 * i + column[1])] = rows.o[i][2 + e];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            store_shared(to[i % 2][h] + (e * Shared::kD + 16 * i) * 4, rows.o[i][2 * h + e]);
+          }
         }
       }
     }
@@ -308,14 +332,10 @@ struct DecodeAttend {
       const int first_key = tile * kShape.tile_keys() + of * kKeys;
       float s[4];
       scores(rows, shared.slot(k_slot), of, s);
-      if (hides_nothing(unit, k_slot, of, first_key)) {
-#pragma unroll
-        for (float& score : s) {
-          score *= params.scale_log2;
-        }
-      } else {
-        finish_scores(rows, k_slot, of, first_key, s);
-      }
+      const std::uint32_t present = params.page_size > 0
+                                        ? shared_word(shared.present(k_slot) + of * 4) & kAllPresent
+                                        : kAllPresent;
+      finish_scores(unit, rows, present, first_key, s);
       if (of + 1 == end) {
         release(k_slot);
       }
@@ -343,8 +363,9 @@ struct DecodeAttend {
       const DecodeUnit& again = shared.control.units[count % tiles::kDecodeUnitRing];
       if (!unit.follows) {  // else they are here
         read_queries(unit, ring, rows);
+        set_masks(unit, rows);
       }
-      empty_rows(unit, rows);
+      empty_rows(rows);
 #pragma unroll 1
       for (int tile = unit.first_tile; tile < again.end_tile; tile += again.parts) {
         step(unit, rows, ring, tile);

@@ -18,4 +18,10 @@ template <DType kDType, int kWidth, int kRow>
 Status launch_decode_sm90_columns_cluster(const DecodeParams& params, bool e4m3, unsigned heads,
                                           unsigned ctas, void* stream);
 
+/// The same where each of so many CTAs has `params.share` whole heads: up to 8 query rows, not in
+/// pages; tiles::sm90_decode_head_tiles() or more where it has several. Defined in
+/// decode_sm90_heads.cuh.
+template <DType kDType, int kRow>
+Status launch_decode_sm90_heads(const DecodeParams& params, unsigned ctas, void* stream);
+
 }  // namespace rafter::cuda

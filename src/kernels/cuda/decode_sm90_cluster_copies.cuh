@@ -21,6 +21,13 @@ namespace rafter::cuda {
 /// Whether keys lie in pages, and these hold whole blocks of the 16 keys of a warp.
 enum class DecodePages { none, any, blocks };
 
+/// The same value, of which the compiler does not know that all lanes have it: what follows from it
+/// would lie in uniform registers, to and from which every tile had instructions more.
+__device__ inline int as_if_of_lanes(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 /// `Shared` is DecodeShared or DecodeColumns.
 template <typename Shared, DecodePages kPages>
 struct DecodeClusterCopies {
@@ -37,17 +44,23 @@ struct DecodeClusterCopies {
   const DecodeParams& params;
   const Shared shared;
   const std::uint32_t pages;  // shared memory, where there are pages
-  const int cta = cluster_rank(), ctas = cluster_size();
+  // CTAs of the head, which follow each other in the cluster.
+  const int ctas = as_if_of_lanes(params.head_ctas), cta = cluster_rank() & (ctas - 1);
   // Said to be the same for all lanes: else those of a branch that depends on it are gathered again
   // for every instruction of a whole warp.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int chunk = lane % kChunks;
 
-  /// The head of this cluster; its sequence, but for what follows from its length.
+  /// Where CTA `of` of the head has what lies at `address` in this one.
+  __device__ std::uint32_t address_of(std::uint32_t address, int of) const {
+    return cluster_address(address, cluster_rank() - cta + of);
+  }
+
+  /// The head of this CTA; its sequence, but for what follows from its length.
   __device__ DecodeUnit head() const {
     DecodeUnit unit;
-    const int of = cluster_number();
+    const int of = as_if_of_lanes(static_cast<int>(blockIdx.x)) / ctas;
     unit.batch = params.batch > 1 ? of / params.heads_kv : 0;
     unit.head = of - unit.batch * params.heads_kv;
     unit.seqlen_q = params.seqlen_q;

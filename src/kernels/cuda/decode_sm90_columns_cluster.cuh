@@ -72,14 +72,15 @@ struct DecodeColumnsCluster : DecodeClusterCopies<DecodeColumns<kWidth, kRow>,
       return;
     }
     const int to = warp % ctas;
-    const std::uint32_t barrier = cluster_address(result_barrier, to);
+    const std::uint32_t barrier = Copies::address_of(result_barrier, to);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      cluster_send(cluster_address(shared_address(received_o(unit.part, b, warp / ctas)), to),
+      cluster_send(Copies::address_of(shared_address(received_o(unit.part, b, warp / ctas)), to),
                    Attend::columns_of(mine, 0, b), barrier);
       if (warp < ctas && lane < 4) {
-        cluster_send(cluster_address(shared_address(received_state(unit.part, b, unit.parts)), to),
-                     attend.state_of(mine, b), barrier);
+        cluster_send(
+            Copies::address_of(shared_address(received_state(unit.part, b, unit.parts)), to),
+            attend.state_of(mine, b), barrier);
       }
     }
   }
@@ -257,7 +258,7 @@ Status launch_decode_sm90_columns_cluster(const DecodeParams& params, bool e4m3,
                              .threads = 32 * kShape.warps,
                              .shared_bytes = static_cast<unsigned>(shared_bytes),
                              .stream = stream},
-                            ctas, arguments);
+                            tiles::sm90_decode_launched_cluster(heads, ctas), arguments);
 }
 
 }  // namespace rafter::cuda

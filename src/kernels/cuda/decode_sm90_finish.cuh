@@ -45,8 +45,9 @@ struct DecodeFinish {
     return decode_slot(params, unit, part);
   }
 
-  /// Four columns from d of row r, and its lse.
-  __device__ void write_result(const DecodeUnit& unit, int r, int d, const Merged& m) const {
+  /// Four columns from d of row r, and its lse; nothing if that is a rehearsal.
+  __device__ void write_result(const DecodeUnit& unit, int r, int d, const Merged& m,
+                               bool real = true) const {
     const int row = unit.row_block * Shared::kTileRows + r;
     const int position = row / params.group;
     const int head = unit.head * params.group + row - position * params.group;
@@ -54,7 +55,12 @@ struct DecodeFinish {
     const float scale = m.sum > 0 ? 1.0f / m.sum : (m.sum == m.sum ? 0.0f : m.sum);
     const std::int64_t at = outer * params.o_batch + (unit.row_q + position) * params.o_seqlen +
                             head * params.o_heads + d;
-    const float value[4] = {m.o[0] * scale, m.o[1] * scale, m.o[2] * scale, m.o[3] * scale};
+    float value[4] = {m.o[0] * scale, m.o[1] * scale, m.o[2] * scale, m.o[3] * scale};
+    // Else nothing of it would be done in a rehearsal.
+    asm volatile("" : "+f"(value[0]), "+f"(value[1]), "+f"(value[2]), "+f"(value[3]));
+    if (!real) {
+      return;
+    }
     if (params.o_is_f32) {
       auto* const o = static_cast<float*>(params.o) + at;
       if (params.o_in_fours) {
@@ -107,6 +113,35 @@ struct DecodeFinish {
     const float2 state = shared.so_far_state(params.partial_rows)[r];
     const float4 o = *so_far(r, d);
     return {state.x, state.y, {o.x, o.y, o.z, o.w}};
+  }
+
+  /// What eight warps with other keys each have of row r: four columns from d; (maximum, sum).
+  __device__ float4 of_warps(int r, int d, float2& of) const {
+    float2 state[Shared::kWarps];
+    float4 part[Shared::kWarps];
+    float top = -INFINITY;
+#pragma unroll
+    for (int s = 0; s < Shared::kWarps; ++s) {
+      const int from = s * tiles::kDecodeBlockRows + r;
+      state[s] = shared.exchange_state()[from];
+      part[s] =
+          *reinterpret_cast<const float4*>(shared.exchange_o() + Shared::exchange_place(from, d));
+      top = fmaxf(top, state[s].x);
+    }
+    const float finite = top == -INFINITY ? 0.0f : top;
+    float sum = 0;
+    float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int s = 0; s < Shared::kWarps; ++s) {
+      const float weight = exp2_approx(state[s].x - finite);
+      sum += state[s].y * weight;
+      o.x += part[s].x * weight;
+      o.y += part[s].y * weight;
+      o.z += part[s].z * weight;
+      o.w += part[s].w * weight;
+    }
+    of = make_float2(top, sum);
+    return o;
   }
 
   /// Merges what the warps have of the rows of this warp, and that with the parts before where this

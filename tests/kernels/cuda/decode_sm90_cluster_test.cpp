@@ -1,12 +1,15 @@
 // decode_sm90 in clusters, which it takes for one sequence or few heads of one length, against the
 // same sequences in a batch whose lengths only the device knows, where units go round all SMs.
+#include <string_view>
+
 #include "kernels/cuda/decode_sm90_case.h"
 #include "kernels/cuda/device_buffer.h"
 
 namespace rafter::testing {
 namespace {
 
-/// CTAs of a cluster of the launch that a plan queues; 1: none. Nothing runs.
+/// CTAs of a cluster of the launch that a plan queues; 1: its CTAs have whole heads, 0: shares of
+/// parts. Nothing runs.
 unsigned launched_cluster(const AttentionProblem& problem) {
   const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
   EXPECT_TRUE(made) << made.status().message();
@@ -52,12 +55,19 @@ unsigned launched_cluster(const AttentionProblem& problem) {
   cudaGraphNode_t node = nullptr;
   std::size_t count = 1;
   EXPECT_EQ(cudaGraphGetNodes(graph, &node, &count), cudaSuccess);
+  cudaKernelNodeParams launch = {};
+  const char* name = nullptr;
+  EXPECT_EQ(cudaGraphKernelNodeGetParams(node, &launch), cudaSuccess);
+  EXPECT_EQ(cudaFuncGetName(&name, launch.func), cudaSuccess);
+  const std::string_view kernel = name != nullptr ? name : "";
   cudaLaunchAttributeValue value = {};
   EXPECT_EQ(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &value),
             cudaSuccess);
   (void)cudaGraphDestroy(graph);
   (void)cudaStreamDestroy(stream);
-  return std::max(1u, value.clusterDim.x);
+  return kernel.find("cluster_kernel") != kernel.npos ? value.clusterDim.x
+         : kernel.find("heads_kernel") != kernel.npos ? 1
+                                                      : 0;
 }
 
 TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
@@ -84,12 +94,45 @@ TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
                       p.dtype = DType::f16;
                       p.head_dim = 64;
                     }},
-           Expected{"keys for fewer", 2, [](AttentionProblem& p) { p.seqlen_kv = 512; }},
-           Expected{"16 heads", 4, [](AttentionProblem& p) { p.batch = 2; }},
+           Expected{"keys for fewer, four heads a cluster", 8,
+                    [](AttentionProblem& p) { p.seqlen_kv = 512; }},
+           Expected{"16 heads, two a cluster", 8, [](AttentionProblem& p) { p.batch = 2; }},
            Expected{"64 heads", 2,
                     [](AttentionProblem& p) {
                       p.batch = 8;
                       p.seqlen_kv = 1024;
+                    }},
+           Expected{"67 heads, a CTA each", 1,
+                    [](AttentionProblem& p) {
+                      p.heads_q = p.heads_kv = 1;
+                      p.batch = 67;
+                    }},
+           Expected{"132 heads, a CTA each", 1,
+                    [](AttentionProblem& p) {
+                      p.heads_q = p.heads_kv = 1;
+                      p.batch = 132;
+                    }},
+           Expected{"133 heads", 0,
+                    [](AttentionProblem& p) {
+                      p.heads_q = p.heads_kv = 1;
+                      p.batch = 133;
+                    }},
+           Expected{"256 heads, two of a CTA", 1, [](AttentionProblem& p) { p.batch = 32; }},
+           Expected{"the same of two tiles", 0,
+                    [](AttentionProblem& p) {
+                      p.batch = 32;
+                      p.seqlen_kv = 256;
+                    }},
+           Expected{"the same of lengths on the device", 0,
+                    [](AttentionProblem& p) {
+                      p.batch = 32;
+                      p.seqused_kv = true;
+                    }},
+           Expected{"16 x 8 heads, a CTA each", 1, [](AttentionProblem& p) { p.batch = 16; }},
+           Expected{"the same with columns", 0,
+                    [](AttentionProblem& p) {
+                      p.batch = 16;
+                      p.heads_q = 8 * 12;
                     }},
            Expected{"columns", 8, [](AttentionProblem& p) { p.heads_q = 8 * 12; }},
            Expected{"columns of 16 rows", 8,
@@ -110,7 +153,7 @@ TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
                       p.page_size = 1;
                       p.num_pages = 140000;
                     }},
-           Expected{"columns of many keys in pages", 1,
+           Expected{"columns of many keys in pages", 0,
                     [](AttentionProblem& p) {
                       p.heads_q = 8 * 12;
                       p.layout = Layout::paged;
@@ -118,21 +161,21 @@ TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
                       p.page_size = 64;
                       p.num_pages = 600;
                     }},
-           Expected{"too many heads", 1, [](AttentionProblem& p) { p.batch = 17; }},
-           Expected{"too many rows", 1, [](AttentionProblem& p) { p.seqlen_q = 3; }},
-           Expected{"lengths that differ", 1,
+           Expected{"too many heads", 0, [](AttentionProblem& p) { p.batch = 17; }},
+           Expected{"too many rows", 0, [](AttentionProblem& p) { p.seqlen_q = 3; }},
+           Expected{"lengths that differ", 0,
                     [](AttentionProblem& p) {
                       p.batch = 2;
                       p.seqused_kv = true;
                     }},
            Expected{"8 bits", 8, [](AttentionProblem& p) { p.kv_dtype = DType::int8; }},
-           Expected{"many keys of 8 bits", 1,
+           Expected{"many keys of 8 bits", 0,
                     [](AttentionProblem& p) {
                       p.kv_dtype = DType::e4m3;
                       p.seqlen_kv = 131072;
                     }},
-           Expected{"head_dim 256", 1, [](AttentionProblem& p) { p.head_dim = 256; }},
-           Expected{"packed", 1,
+           Expected{"head_dim 256", 0, [](AttentionProblem& p) { p.head_dim = 256; }},
+           Expected{"packed", 0,
                     [](AttentionProblem& p) {
                       p.layout = Layout::packed;
                       p.total_q = 1;
@@ -254,6 +297,31 @@ TEST(DecodeSm90Cluster, BitsOfSequencesOfOneLengthAreThoseOfABatch) {
       c.problem.seqused_kv = false;
       EXPECT_TRUE(same_bits(run_case(c, values, on_sm90()), expected))
           << batch << " sequences of " << group << " heads";
+    }
+  }
+}
+
+/// 388 heads, three of a CTA but for the last, which has one.
+TEST(DecodeSm90Cluster, BitsOfHeadsThatFollowEachOtherAreThoseOfABatch) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  struct Shape {
+    DType dtype;
+    std::int64_t head_dim, queries, keys, splits;  // 3 and 5 tiles: the fewest
+  };
+  for (const Shape& s : {Shape{DType::bf16, 128, 1, 300, 0}, Shape{DType::bf16, 128, 2, 400, 3},
+                         Shape{DType::f16, 128, 1, 400, 1}, Shape{DType::f16, 64, 2, 600, 0},
+                         Shape{DType::bf16, 40, 1, 650, 4}}) {
+    Case c = decode_sm90_case(s.dtype, s.dtype, 4, s.head_dim);
+    c.lengths(each(194, s.queries), std::vector<std::int64_t>(194, s.keys));
+    const Values values = make_values(c);
+    for (const Mask& mask : {Mask::none(), Mask::window(290, 0)}) {
+      c.problem.mask = mask;
+      c.problem.seqused_kv = true;
+      const Output expected = run_case(c, values, on_sm90(s.splits));
+      ASSERT_FALSE(expected.o.empty());
+      c.problem.seqused_kv = false;
+      EXPECT_TRUE(same_bits(run_case(c, values, on_sm90(s.splits)), expected))
+          << "head_dim " << s.head_dim << ", " << s.keys << " keys, window " << mask.window_left;
     }
   }
 }
