@@ -116,6 +116,8 @@ std::vector<Case> cases() {
         add(std::string("both_kinds_seqused_") + name, shape(6, 12, 4, 500, 1300, 64, mask));
     used.used = {1300, 0, 512, 1025, 1024, 77};
   }
+  // Equal tiles that are drawn from the counter.
+  add("many_equal_tiles", shape(1, 70, 14, 130, 1030, 128));
   for (const std::int64_t d : {8, 24, 40, 56, 72, 80, 96, 104, 120, 136, 160, 192, 224}) {
     add("head_dim_" + std::to_string(d), shape(1, 2, 1, 150, 200, d, causal));
   }
@@ -322,12 +324,14 @@ TEST(ForwardSm90, FarBatchesHaveTheBitsOfNearOnes) {
 TEST(ForwardSm90, DrawsTilesFromAWorkspaceOnlyWhereACtaTakesMoreThanOne) {
   RAFTER_NEEDS_SM90();
   const KernelEntry& entry = entries_forward_sm90()[0];
-  const auto bytes = [&](std::int64_t heads, Mask mask) {
-    return entry.workspace({.attention = shape(1, heads, heads, 64, 64, 128, mask)});
+  const auto bytes = [&](std::int64_t heads, Mask mask, std::int64_t keys = 64) {
+    return entry.workspace({.attention = shape(1, heads, heads, 64, keys, 128, mask)});
   };
   EXPECT_EQ(bytes(8, Mask::causal()), 0);
   EXPECT_GT(bytes(4096, Mask::causal()), 0);
   EXPECT_EQ(bytes(4096, Mask::none()), 0);
+  EXPECT_GT(bytes(4096, Mask::none(), 1024), 0);
+  EXPECT_EQ(bytes(8, Mask::none(), 1024), 0);
 }
 
 TEST(ForwardSm90, RefusesByNameWhatItDoesNotDo) {
