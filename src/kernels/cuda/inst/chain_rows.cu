@@ -16,17 +16,55 @@ __device__ void store_chunk(std::uint32_t to, const Raw<false>& raw) {
                : "memory");
 }
 
+/// A stripe of packed weights, for the producer: one stream of units, some of which are a stage.
+template <int kUnitsOfStage, int kUnitSize, int kColsOfUnit>
+class PackedStream {
+ public:
+  static constexpr int kStageUnits = kUnitsOfStage, kUnit = kUnitSize, kCols = kColsOfUnit;
+  static constexpr int kStageBytes = kStageUnits * kUnit, kStageCols = kStageUnits * kCols;
+
+  __device__ PackedStream(const ChainPhase& f, int stripe)
+      : from_(static_cast<const std::uint8_t*>(f.weight) +
+              stripe * (std::int64_t{f.k / kCols} * kUnit)),
+        left_(f.k / kCols) {}
+  __device__ void bring(std::uint32_t to, std::uint32_t full) {
+    const auto bytes = static_cast<std::uint32_t>(min(kStageUnits, left_) * kUnit);
+    barrier_arrive_expect(full, bytes);
+    bulk_load(to, from_, bytes, full);
+    from_ += bytes;
+    left_ -= kStageUnits;
+  }
+
+ private:
+  const std::uint8_t* from_;
+  int left_;
+};
+
+/// And what a warp knows of a phase of them.
+template <typename Products, int kCols>
+struct PackedWorker {
+  Products products{0, 1, 0, 0};
+  int units = 0, warp = 0, m = 1;
+
+  __device__ void begin(const ChainPhase& f, int rows, std::uint32_t x, int which, int lane) {
+    products = Products(f.k, rows, x, lane);
+    units = f.k / kCols;
+    warp = which;
+    m = rows;
+  }
+};
+
 /// int4 by digits; the sums of packed_digits.cu, and its bits.
 template <DType kX, int kScales>
-class DigitChain {
+class DigitChain : public PackedStream<16, base::kUnitBytes + kScales * 32, kUnitCols> {
  public:
+  using Stream = PackedStream<16, base::kUnitBytes + kScales * 32, kUnitCols>;
+  using Stream::Stream, Stream::kStageUnits, Stream::kUnit;
   static constexpr DType kDType = kX;
   static constexpr int kStripe = kRows, kSums = 16;
   static constexpr int kInFlight = 2;
   static constexpr int kGroup = kScales > 1 ? 8 : 4;  // sums of four units would spill there
-  static constexpr int kUnit = base::kUnitBytes + kScales * 32;
-  static constexpr int kStageUnits = 16, kOfWarp = kStageUnits / kGroup;
-  static constexpr int kStageBytes = kStageUnits * kUnit, kStageCols = kStageUnits * kUnitCols;
+  static constexpr int kOfWarp = kStageUnits / kGroup;
   using Products = Digits<kX, kScales, kGroup, kOfWarp>;
   struct Sums {
     float sum[kOfWarp][4];
@@ -44,74 +82,48 @@ class DigitChain {
 
   static __device__ float scale(const ChainPhase&, std::int64_t) { return 1; }
 
-  /// What the producer knows of a stripe.
-  __device__ DigitChain(const ChainPhase& f, int stripe)
-      : from_(static_cast<const std::uint8_t*>(f.weight) +
-              stripe * (std::int64_t{f.k / kUnitCols} * kUnit)),
-        left_(f.k / kUnitCols) {}
-  __device__ void bring(std::uint32_t to, std::uint32_t full) {
-    const auto bytes = static_cast<std::uint32_t>(min(kStageUnits, left_) * kUnit);
-    barrier_arrive_expect(full, bytes);
-    bulk_load(to, from_, bytes, full);
-    from_ += bytes;
-    left_ -= kStageUnits;
-  }
-
-  class Worker {
-   public:
-    __device__ void begin(const ChainPhase& f, int m, std::uint32_t x, int warp, int lane) {
-      products_ = Products(f.k, m, x, lane);
-      units_ = f.k / kUnitCols;
-      warp_ = warp;
-      m_ = m;
-    }
+  struct Worker : PackedWorker<Products, kUnitCols> {
+    using Known = PackedWorker<Products, kUnitCols>;
+    using Known::products, Known::units, Known::warp, Known::m;
     __device__ void add(std::uint32_t at, int stage, Sums& sums) const {
       std::uint32_t of_weight[kOfWarp];
 #pragma unroll
       for (int n = 0; n < kOfWarp; ++n) {
-        of_weight[n] = at + static_cast<std::uint32_t>((warp_ + n * kGroup) * kUnit);
+        of_weight[n] = at + static_cast<std::uint32_t>((warp + n * kGroup) * kUnit);
       }
-      const int u = stage * kStageUnits + warp_;
-      if (u + (kOfWarp - 1) * kGroup < units_) {
+      const int u = stage * kStageUnits + warp;
+      if (u + (kOfWarp - 1) * kGroup < units) {
 #pragma unroll
         for (int n = 0; n < kOfWarp; n += 2) {
-          products_.template add_units<2, kGroup>(of_weight + n, u + n * kGroup, sums.sum + n);
+          products.template add_units<2, kGroup>(of_weight + n, u + n * kGroup, sums.sum + n);
         }
         return;
       }
 #pragma unroll
       for (int n = 0; n < kOfWarp - 1; ++n) {
-        if (u + n * kGroup < units_) {
-          products_.template add_units<1, kGroup>(of_weight + n, u + n * kGroup, sums.sum + n);
+        if (u + n * kGroup < units) {
+          products.template add_units<1, kGroup>(of_weight + n, u + n * kGroup, sums.sum + n);
         }
       }
     }
     __device__ void keep(const Sums& sums, float* to) const {
 #pragma unroll
       for (int n = 0; n < kOfWarp; ++n) {
-        products_.keep(sums.sum[n], to + (warp_ + n * kGroup) * m_ * kRows, m_);
+        products.keep(sums.sum[n], to + (warp + n * kGroup) * m * kRows, m);
       }
     }
-
-   private:
-    Products products_{0, 1, 0, 0};
-    int units_ = 0, warp_ = 0, m_ = 1;
   };
-
- private:
-  const std::uint8_t* from_;
-  int left_;
 };
 
 /// int8 and e4m3 by pairs; the sums of packed_rows.cu, and its bits.
 template <DType kX, DType kW>
-class PairChain {
+class PairChain : public PackedStream<16, base::kUnitBytes, 64> {
  public:
+  using Stream = PackedStream<16, base::kUnitBytes, 64>;
+  using Stream::Stream;
   static constexpr DType kDType = kX;
   static constexpr int kStripe = kRows, kSums = 8, kGroup = 8, kInFlight = 3;
-  static constexpr int kStageUnits = 2 * kGroup, kCols = 64;
-  static constexpr int kStageBytes = kStageUnits * base::kUnitBytes,
-                       kStageCols = kStageUnits * kCols;
+  static_assert(kStageUnits == 2 * kGroup);
   using Products = Pairs<kX, kW, 0, kGroup>;
   struct Sums {
     float sum[1][4];
@@ -131,48 +143,24 @@ class PairChain {
         row);
   }
 
-  __device__ PairChain(const ChainPhase& f, int stripe)
-      : from_(static_cast<const std::uint8_t*>(f.weight) + stripe * (std::int64_t{f.k} * kRows)),
-        left_(f.k / kCols) {}
-  __device__ void bring(std::uint32_t to, std::uint32_t full) {
-    const auto bytes = static_cast<std::uint32_t>(min(kStageUnits, left_) * base::kUnitBytes);
-    barrier_arrive_expect(full, bytes);
-    bulk_load(to, from_, bytes, full);
-    from_ += bytes;
-    left_ -= kStageUnits;
-  }
-
-  class Worker {
-   public:
-    __device__ void begin(const ChainPhase& f, int m, std::uint32_t x, int warp, int lane) {
-      products_ = Products(f.k, m, x, lane);
-      units_ = f.k / kCols;
-      warp_ = warp;
-      m_ = m;
-    }
+  struct Worker : PackedWorker<Products, kCols> {
+    using Known = PackedWorker<Products, kCols>;
+    using Known::products, Known::units, Known::warp, Known::m;
     __device__ void add(std::uint32_t at, int stage, Sums& sums) const {
-      const auto first = at + static_cast<std::uint32_t>(warp_ * base::kUnitBytes);
+      const auto first = at + static_cast<std::uint32_t>(warp * base::kUnitBytes);
       const std::uint32_t of_weight[2] = {
           first, first + static_cast<std::uint32_t>(kGroup * base::kUnitBytes)};
-      const int u = stage * kStageUnits + warp_;
-      if (u + kGroup < units_) {
-        products_.template add<2>(of_weight, u, sums.sum);
-      } else if (u < units_) {
-        products_.template add<1>(of_weight, u, sums.sum);
+      const int u = stage * kStageUnits + warp;
+      if (u + kGroup < units) {
+        products.template add<2>(of_weight, u, sums.sum);
+      } else if (u < units) {
+        products.template add<1>(of_weight, u, sums.sum);
       }
     }
     __device__ void keep(const Sums& sums, float* to) const {
-      products_.keep(sums.sum[0], to + warp_ * m_ * kRows, m_);
+      products.keep(sums.sum[0], to + warp * m * kRows, m);
     }
-
-   private:
-    Products products_{0, 1, 0, 0};
-    int units_ = 0, warp_ = 0, m_ = 1;
   };
-
- private:
-  const std::uint8_t* from_;
-  int left_;
 };
 
 /// A plain weight; the sums of vector_rows.cu, and its bits: eight warps share the rows of a
