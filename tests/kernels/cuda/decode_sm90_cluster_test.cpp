@@ -1,73 +1,19 @@
 // decode_sm90 in clusters, which it takes for one sequence or few heads of one length, against the
 // same sequences in a batch whose lengths only the device knows, where units go round all SMs.
-#include <string_view>
-
-#include "kernels/cuda/decode_sm90_case.h"
-#include "kernels/cuda/device_buffer.h"
+#include "kernels/cuda/decode_sm90_launch.h"
 
 namespace rafter::testing {
 namespace {
 
 /// CTAs of a cluster of the launch that a plan queues; 1: its CTAs have whole heads, 0: shares of
-/// parts. Nothing runs.
+/// parts.
 unsigned launched_cluster(const AttentionProblem& problem) {
-  const Result<Plan> made = plan(problem, Device::cuda(), {.kernel = "decode_sm90"});
-  EXPECT_TRUE(made) << made.status().message();
-  const AttentionProblem& p = made->problem();
-  const DeviceBuffer memory(std::size_t{4096});
-  auto* const place = static_cast<std::byte*>(memory.data());  // of o
-  std::byte* const inputs = place + (std::int64_t{1} << 32);
-  const auto view = [&](DType dtype, std::int64_t batch, std::int64_t rows, std::int64_t heads) {
-    return TensorView::contiguous(inputs, dtype, batch, rows, heads, p.head_dim);
-  };
-  const bool packed = p.layout == Layout::packed, pages = p.layout == Layout::paged;
-  const DType kv = p.kv_dtype.value_or(p.dtype);
-  const TensorView keys = pages    ? view(kv, p.num_pages, p.page_size, p.heads_kv)
-                          : packed ? view(kv, 1, p.total_kv, p.heads_kv)
-                                   : view(kv, p.batch, p.seqlen_kv, p.heads_kv);
-  const TensorView queries = packed ? view(p.dtype, 1, p.total_q, p.heads_q)
-                                    : view(p.dtype, p.batch, p.seqlen_q, p.heads_q);
-  ForwardInputs in{.q = queries, .k = keys, .v = keys};
-  if (packed) {
-    in.cu_seqlens_q = in.cu_seqlens_kv = {memory.data(), DType::i32, p.batch + 1, 0};
-  }
-  if (p.seqused_kv) {
-    in.seqused_kv = {memory.data(), DType::i32, p.batch, 0};
-  }
-  if (pages) {
-    const std::int64_t cols = (p.seqlen_kv + p.page_size - 1) / p.page_size;
-    in.page_table = {memory.data(), DType::i32, p.batch * cols, cols};
-  }
-  if (kv == DType::int8) {
-    in.k_scale = in.v_scale =
-        TensorView::contiguous(inputs, DType::f32, keys.batch, keys.seqlen, keys.heads, 1);
-  }
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  TensorView out = queries;
-  out.data = place;
-  const Status status = made->forward(
-      in, {out}, {place + (std::int64_t{1} << 30), made->workspace_bytes()}, {stream});
-  EXPECT_TRUE(status) << status.message();
-  EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  cudaGraphNode_t node = nullptr;
-  std::size_t count = 1;
-  EXPECT_EQ(cudaGraphGetNodes(graph, &node, &count), cudaSuccess);
-  cudaKernelNodeParams launch = {};
-  const char* name = nullptr;
-  EXPECT_EQ(cudaGraphKernelNodeGetParams(node, &launch), cudaSuccess);
-  EXPECT_EQ(cudaFuncGetName(&name, launch.func), cudaSuccess);
-  const std::string_view kernel = name != nullptr ? name : "";
-  cudaLaunchAttributeValue value = {};
-  EXPECT_EQ(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &value),
-            cudaSuccess);
-  (void)cudaGraphDestroy(graph);
-  (void)cudaStreamDestroy(stream);
-  return kernel.find("cluster_kernel") != kernel.npos ? value.clusterDim.x
-         : kernel.find("heads_kernel") != kernel.npos ? 1
-                                                      : 0;
+  constexpr unsigned kUnknown = ~0u;
+  const DecodeLaunch launch = launch_of(problem);
+  return launch.way == "clusters" || launch.way == "columns in clusters" ? launch.cluster
+         : launch.way == "heads"                                         ? 1
+         : launch.way == "units" || launch.way == "columns"              ? 0
+                                                                         : kUnknown;
 }
 
 TEST(DecodeSm90Cluster, EveryHeadHasOneWhereAllRunAtOnce) {
@@ -323,6 +269,34 @@ TEST(DecodeSm90Cluster, BitsOfHeadsThatFollowEachOtherAreThoseOfABatch) {
       EXPECT_TRUE(same_bits(run_case(c, values, on_sm90(s.splits)), expected))
           << "head_dim " << s.head_dim << ", " << s.keys << " keys, window " << mask.window_left;
     }
+  }
+}
+
+/// The same with tanh, and with windows that leave a head tiles enough: 5 of rows up to 64 wide, 3
+/// of wider ones.
+TEST(DecodeSm90Cluster, BitsOfHeadsThatFollowEachOtherUnderWindowsAndSoftcap) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  struct Shape {
+    DType dtype;
+    std::int64_t head_dim, queries, keys, window, splits;
+    float softcap;
+  };
+  for (const Shape& s :
+       {Shape{DType::f16, 40, 1, 700, 560, 0, 0}, Shape{DType::bf16, 64, 2, 645, 500, 0, 5},
+        Shape{DType::bf16, 16, 1, 650, -1, 3, 5}, Shape{DType::f16, 72, 2, 400, 250, 0, 5}}) {
+    SCOPED_TRACE(::testing::Message() << "head_dim " << s.head_dim << ", " << s.keys
+                                      << " keys, window " << s.window << ", softcap " << s.softcap);
+    Case c = decode_sm90_case(s.dtype, s.dtype, 4, s.head_dim);
+    c.problem.mask = s.window < 0 ? Mask::none() : Mask::window(s.window, 0);
+    c.problem.softcap = s.softcap;
+    c.lengths(each(128, s.queries), std::vector<std::int64_t>(128, s.keys));
+    const Values values = make_values(c);
+    EXPECT_EQ(launch_of(c, s.splits).way, "units");
+    const Output expected = run_case(c, values, on_sm90(s.splits));
+    ASSERT_FALSE(expected.o.empty());
+    c.problem.seqused_kv = false;
+    EXPECT_EQ(launch_of(c, s.splits).way, "heads");
+    EXPECT_TRUE(same_bits(run_case(c, values, on_sm90(s.splits)), expected));
   }
 }
 
