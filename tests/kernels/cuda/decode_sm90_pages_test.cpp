@@ -2,6 +2,7 @@
 // tiles ahead, of the first ones before it knows the length. One graph runs while lengths grow over
 // what is asked for at once and pages move; the same sequence in a batch, which goes by units and
 // looks pages up otherwise, has the bits.
+#include "kernels/cuda/decode_sm90_launch.h"
 #include "kernels/cuda/decode_sm90_rig.h"
 
 namespace rafter::testing {
@@ -23,6 +24,13 @@ AttentionProblem problem_of(const Cut& cut, std::int64_t page_size, std::int64_t
   p.heads_q = 4 * cut.heads_kv;
   p.heads_kv = cut.heads_kv;
   p.head_dim = head_dim;
+  // Two CTAs are not asked to read many bytes: rows of V, or of K, are narrow.
+  if (cut.splits == 2 && head_dim > 64) {
+    p.head_dim_v = 8;
+    if (!cut.mask.is_none()) {
+      std::swap(p.head_dim, p.head_dim_v);
+    }
+  }
   p.seqlen_kv = cut.capacity;
   p.mask = cut.mask;
   p.page_size = page_size;
@@ -48,11 +56,18 @@ std::vector<Id> table_of(const AttentionProblem& p, std::int64_t length, std::mt
   return ids;
 }
 
+/// Around 1, 4, 5, 8, 9, 12, 16 and 17 tiles of two CTAs.
+const std::vector<std::int32_t> kLengths = {1,    129,  1024, 1025, 0,    1281, 2048, 2049,
+                                            2304, 3072, 4096, 4225, 5000, 9000, 640};
+
 template <typename Id>
-void expect_bits_of_a_batch(const Cut& cut, std::int64_t page_size, std::int64_t head_dim) {
+void expect_bits_of_a_batch(const Cut& cut, std::int64_t page_size, std::int64_t head_dim,
+                            const std::vector<std::int32_t>& lengths = kLengths) {
   const AttentionProblem problem = problem_of(cut, page_size, head_dim);
   AttentionProblem two = problem;
   two.batch = 2;
+  EXPECT_EQ(launch_of(problem, cut.splits).way, "clusters");
+  EXPECT_EQ(launch_of(two, cut.splits).way, "units");
   Rig alone(problem, 1, cut.splits), batch(two, 1, cut.splits);
   std::mt19937 random(7);
   cudaStream_t stream = nullptr;
@@ -64,9 +79,7 @@ void expect_bits_of_a_batch(const Cut& cut, std::int64_t page_size, std::int64_t
   alone.run(stream);
   ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
   ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
-  // Around 1, 4, 5, 8, 9, 12, 16 and 17 tiles of two CTAs.
-  for (const int length :
-       {1, 129, 1024, 1025, 0, 1281, 2048, 2049, 2304, 3072, 4096, 4225, 5000, 9000, 640}) {
+  for (const std::int32_t length : lengths) {
     if (length > cut.capacity) {
       continue;
     }
@@ -82,7 +95,8 @@ void expect_bits_of_a_batch(const Cut& cut, std::int64_t page_size, std::int64_t
     batch.poison();
     batch.run();
     const std::vector<std::uint32_t> all = batch.bits(), mine = alone.bits();
-    const std::size_t o = index(problem.heads_q * problem.head_dim), lse = index(problem.heads_q);
+    const std::int64_t dim_v = problem.head_dim_v > 0 ? problem.head_dim_v : problem.head_dim;
+    const std::size_t o = index(problem.heads_q * dim_v), lse = index(problem.heads_q);
     std::vector<std::uint32_t> expected(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(o));
     expected.insert(expected.end(), all.begin() + static_cast<std::ptrdiff_t>(2 * o),
                     all.begin() + static_cast<std::ptrdiff_t>(2 * o + lse));
@@ -112,6 +126,33 @@ TEST(DecodeSm90Pages, OfSixtyFourBitIdsAndNarrowRowsToo) {
       expect_bits_of_a_batch<std::int32_t>(cut, page_size, 16);
     }
   }
+}
+
+/// Where pages hold whole blocks a table in shared memory has 32 tiles of a part: here a CTA goes
+/// from one such chunk to the next within a part, several times, and from part to part. Lengths end
+/// with a chunk, one tile behind it, and in the midst.
+TEST(DecodeSm90Pages, BitsOverManyChunksOfTilesAreThoseOfABatch) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  constexpr std::int32_t kTile = 128;
+  // All tiles are of one part, which one CTA has: up to seven chunks.
+  const std::vector<std::int32_t> of_one = {28000,       96 * kTile, 96 * kTile + 1,
+                                            97 * kTile,  65 * kTile, 64 * kTile - 1,
+                                            128 * kTile, 5,          33 * kTile};
+  for (const std::int64_t page_size : {16, 48, 64}) {
+    expect_bits_of_a_batch<std::int32_t>({1, 28000, 1, Mask::none()}, page_size, 8, of_one);
+  }
+  expect_bits_of_a_batch<std::int64_t>({1, 28000, 1, Mask::none()}, 16, 8, of_one);
+  expect_bits_of_a_batch<std::int32_t>({1, 28000, 1, Mask::window(20000, 0)}, 16, 8, of_one);
+  // Two CTAs have a part each of up to four chunks, or one has two of three parts.
+  expect_bits_of_a_batch<std::int32_t>(
+      {1, 25000, 2, Mask::none()}, 16, 8,
+      {25000, 192 * kTile, 192 * kTile + 1, 128 * kTile, 128 * kTile + 1, 700});
+  expect_bits_of_a_batch<std::int32_t>(
+      {1, 20000, 3, Mask::none()}, 32, 8,
+      {20000, 96 * kTile, 96 * kTile + 1, 97 * kTile + 1, 98 * kTile + 1, 3 * kTile});
+  // Of eight CTAs each has a part.
+  expect_bits_of_a_batch<std::int32_t>({8, 70000, 8, Mask::none()}, 16, 8,
+                                       {70000, 8 * 64 * kTile + 1, 8 * 32 * kTile});
 }
 
 }  // namespace
