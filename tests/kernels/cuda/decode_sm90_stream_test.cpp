@@ -3,6 +3,7 @@
 #include <atomic>
 #include <thread>
 
+#include "kernels/cuda/decode_sm90_launch.h"
 #include "kernels/cuda/decode_sm90_rig.h"
 #include "rafter/cache.h"
 
@@ -164,6 +165,66 @@ TEST(DecodeSm90Stream, SeesWhatTheKernelsRightBeforeItAppended) {
       (void)cudaStreamDestroy(stream);
     }
   }
+}
+
+/// Where CTAs have whole heads, which ask for keys at once. A token of every sequence is replaced
+/// by the kernel right before each: by turns in any of the tiles.
+TEST(DecodeSm90Stream, WholeHeadsSeeWhatTheKernelRightBeforeThemReplaced) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  constexpr std::int64_t kReplaced = 40;
+  const AttentionProblem problem = heads_problem();
+  EXPECT_EQ(launch_of(problem).way, "heads");
+  const std::int64_t token = problem.batch * problem.heads_kv * problem.head_dim;
+  Rig rig(problem, kReplaced);
+  const DeviceBuffer k(Rig::random_bits(kReplaced * token, 21));
+  const DeviceBuffer v(Rig::random_bits(kReplaced * token, 22));
+  std::vector<std::int32_t> places;
+  for (std::int64_t step = 0; step < kReplaced; ++step) {
+    places.insert(places.end(), index(problem.batch), static_cast<std::int32_t>(step * 77 % 600));
+  }
+  const DeviceBuffer at(places);
+  const auto run_step = [&](std::int64_t step, cudaStream_t stream) {
+    const auto rows = [&](const DeviceBuffer& all) {
+      const auto* const first = static_cast<const std::uint16_t*>(all.data()) + step * token;
+      return TensorView::contiguous(first, problem.dtype, problem.batch, 1, problem.heads_kv,
+                                    problem.head_dim);
+    };
+    const IndexView place{static_cast<const std::int32_t*>(at.data()) + step * problem.batch,
+                          DType::i32, problem.batch, 0};
+    const Status status =
+        append({.k = rows(k), .v = rows(v), .seqused_kv = place},
+               {.k_cache = rig.k(), .v_cache = rig.v()}, Device::cuda(), {stream});
+    EXPECT_TRUE(status) << status.message();
+    if (stream == nullptr) {
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    rig.run(stream, step);
+  };
+  rig.poison();
+  for (std::int64_t step = 0; step < kReplaced; ++step) {  // nothing in flight
+    run_step(step, nullptr);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
+  const std::vector<std::uint32_t> expected = rig.bits();
+  const std::int64_t each_step = problem.batch * problem.heads_q * problem.head_dim;
+  EXPECT_FALSE(std::equal(expected.begin(), expected.begin() + each_step,
+                          expected.begin() + each_step));  // a token makes a difference
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    rig.fill_caches();
+    rig.poison();
+    std::atomic<bool> released = false;  // all is queued before anything runs
+    ASSERT_EQ(cudaLaunchHostFunc(stream, wait_for, &released), cudaSuccess);
+    for (std::int64_t step = 0; step < kReplaced; ++step) {
+      run_step(step, stream);
+    }
+    released = true;
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    EXPECT_EQ(first_difference(rig.bits(), expected, each_step), -1)
+        << "first step that differs (of o; lse follows)";
+  }
+  (void)cudaStreamDestroy(stream);
 }
 
 }  // namespace
