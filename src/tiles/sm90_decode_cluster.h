@@ -56,12 +56,12 @@ constexpr int sm90_decode_cluster(std::int64_t heads, int max_parts, std::int64_
 }
 
 /// Shared memory of a CTA: ring and results of its warps, and behind them queries and what the
-/// parts have of its columns.
-constexpr int sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int rows,
-                                        int ctas) {
+/// parts have of its columns, of which a caller may force more than 32 bits count.
+constexpr std::int64_t sm90_decode_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int rows,
+                                                 int ctas) {
   const int part = row.head_dim / ctas * static_cast<int>(sizeof(float)) + 8;
   return row.ring_bytes() + row.exchange_bytes() + kDecodeBlockRows * row.query_pitch() +
-         max_parts * rows * part + Sm90DecodeRow::kAlign;
+         std::int64_t{max_parts} * rows * part + Sm90DecodeRow::kAlign;
 }
 
 /// Where there are more heads than SMs: heads of each CTA, where all have as many and warps have
@@ -91,10 +91,10 @@ constexpr int sm90_decode_cluster_part_bytes(int value_warps, int blocks, int ct
   return blocks * (sm90_decode_cluster_share(value_warps, ctas) * 512 + 64);
 }
 /// Shared memory of a CTA: as without clusters, and behind the queries what it is sent.
-constexpr int sm90_decode_column_cluster_bytes(const Sm90DecodeRow& row, int max_parts, int blocks,
-                                               int ctas) {
+constexpr std::int64_t sm90_decode_column_cluster_bytes(const Sm90DecodeRow& row, int max_parts,
+                                                        int blocks, int ctas) {
   return row.queries_at(blocks) + row.query_bytes(blocks) +
-         max_parts * sm90_decode_cluster_part_bytes(row.value_warps(), blocks, ctas) +
+         std::int64_t{max_parts} * sm90_decode_cluster_part_bytes(row.value_warps(), blocks, ctas) +
          Sm90DecodeRow::kAlign;
 }
 /// What a CTA has beside that of keys in pages: which pages each warp's keys of 2 · slots tiles are

@@ -84,5 +84,18 @@ TEST(Sm90DecodeCluster, CtasAreSentColumnsOfWarps) {
   EXPECT_LE(sm90_decode_column_cluster_bytes(row, 16, 2, 2), kDecodeClusterMostBytes);
 }
 
+// So many can be forced of 256 million keys. Their bytes would be negative in 32 bits, less than a
+// CTA may have.
+TEST(Sm90DecodeCluster, MillionsOfPartsAreMoreThanSharedMemoryHolds) {
+  constexpr Sm90DecodeRow row = kSm90DecodeRows[0][1];
+  constexpr int parts = 2'000'000;
+  constexpr std::int64_t by_keys =
+      sm90_decode_cluster_bytes(row, parts, 8, 2) - sm90_decode_cluster_bytes(row, 0, 8, 2);
+  EXPECT_EQ(by_keys, std::int64_t{parts} * 8 * (64 * 4 + 8));
+  constexpr std::int64_t by_columns = sm90_decode_column_cluster_bytes(row, parts, 2, 2) -
+                                      sm90_decode_column_cluster_bytes(row, 0, 2, 2);
+  EXPECT_EQ(by_columns, std::int64_t{parts} * 16 * (64 * 4 + 8));
+}
+
 }  // namespace
 }  // namespace rafter::tiles

@@ -338,10 +338,11 @@ int cluster_of(const DecodeParams& params, const KernelProblem& problem, const C
   if (ctas == 0 || (ctas == 1 && by_columns(p))) {
     return 0;
   }
-  const int shared = by_columns(p) ? tiles::sm90_decode_column_cluster_bytes(
-                                         row_of(p), cut.max_parts, cut.blocks, ctas)
-                                   : tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts,
-                                                                      static_cast<int>(rows), ctas);
+  const std::int64_t shared =
+      by_columns(p)
+          ? tiles::sm90_decode_column_cluster_bytes(row_of(p), cut.max_parts, cut.blocks, ctas)
+          : tiles::sm90_decode_cluster_bytes(row_of(p), cut.max_parts, static_cast<int>(rows),
+                                             ctas);
   const int pages =
       p.layout == Layout::paged ? tiles::sm90_decode_cluster_page_bytes(row_of(p)) : 0;
   return shared + pages <= tiles::kDecodeClusterMostBytes ? ctas : 0;

@@ -270,7 +270,7 @@ Status launch_decode_sm90_cluster(const DecodeParams& params, bool, unsigned hea
                                   void* stream) {
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[0][kRow];
   void* arguments[] = {const_cast<DecodeParams*>(&params)};
-  const int shared_bytes = tiles::sm90_decode_cluster_bytes(
+  const std::int64_t shared_bytes = tiles::sm90_decode_cluster_bytes(
       kShape, params.max_parts, params.seqlen_q * params.group, static_cast<int>(ctas));
   const auto kernel_of = [&]<DecodePages kPages>() {
     return reinterpret_cast<const void*>(&decode_sm90_cluster_kernel<kDType, kRow, kPages>);

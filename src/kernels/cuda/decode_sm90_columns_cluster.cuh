@@ -247,7 +247,7 @@ Status launch_decode_sm90_columns_cluster(const DecodeParams& params, bool e4m3,
                                           unsigned ctas, void* stream) {
   constexpr tiles::Sm90DecodeRow kShape = tiles::kSm90DecodeRows[kWidth][kRow];
   void* arguments[] = {const_cast<DecodeParams*>(&params), &e4m3};
-  const int shared_bytes = tiles::sm90_decode_column_cluster_bytes(
+  const std::int64_t shared_bytes = tiles::sm90_decode_column_cluster_bytes(
       kShape, params.max_parts, params.blocks, static_cast<int>(ctas));
   const void* const kernel =
       params.page_size > 0
