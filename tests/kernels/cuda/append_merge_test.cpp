@@ -118,16 +118,18 @@ struct States {
   std::vector<Placed> o;
   std::vector<std::vector<float>> lse;  // the last one is of the result
 
-  States(std::size_t count, DType type, std::int64_t dim, Style style)
-      : head_dim(dim), dtype(type) {
-    std::mt19937 random(3);
+  /// With another `shift` other rows are empty, and all values others.
+  States(std::size_t count, DType type, std::int64_t dim, Style style, std::int64_t shift = 0)
+      : head_dim(dim), dtype(type), shift_(shift) {
+    std::mt19937 random(3 + static_cast<std::uint32_t>(shift));
     std::normal_distribution<float> normal;
     const auto rows = index(batch * seqlen * heads);
     for (std::size_t i = 0; i <= count; ++i) {
       o.push_back(place(style, dtype, batch, seqlen, heads, head_dim, Fill::nan));
       lse.emplace_back(rows, std::numeric_limits<float>::quiet_NaN());
       for (std::int64_t row = 0; i < count && row < batch * seqlen * heads; ++row) {
-        const bool empty = row % 4 == 0 || (row % 4 == 1 && i != 1);
+        const std::int64_t kind = (row + shift) % 4;
+        const bool empty = kind == 0 || (kind == 1 && i != 1);
         lse[i][index(row)] = empty ? -std::numeric_limits<float>::infinity() : 30 * normal(random);
         for (std::int64_t d = 0; d < head_dim && !empty; ++d) {
           const std::int64_t b = row / (heads * seqlen), h = row / seqlen % heads;
@@ -136,6 +138,8 @@ struct States {
       }
     }
   }
+  /// Of one state or none.
+  bool is_copied(std::int64_t row) const { return (row + shift_) % 4 < 2; }
   AttentionState state(std::size_t i) {
     return {o[i].view, LseView::contiguous(lse[i].data(), batch, heads, seqlen)};
   }
@@ -154,7 +158,31 @@ struct States {
     }
     return all;
   }
+
+ private:
+  std::int64_t shift_ = 0;
 };
+
+/// State `into` of both: within a rounding, and to the bit where rows are copied.
+void expect_merged(States& host, States& device, std::size_t into) {
+  const float half = host.dtype == DType::bf16  ? 0x1p-8f
+                     : host.dtype == DType::f16 ? 0x1p-11f
+                                                : 0x1p-23f;
+  for (std::int64_t row = 0; row < host.batch * host.heads * host.seqlen; ++row) {
+    const float want = host.lse[into][index(row)], got = device.lse[into][index(row)];
+    // exp and log of two libraries: the last bit of f32 may differ.
+    ASSERT_TRUE(want == got || std::fabs(want - got) <= 0x1p-22f * std::fabs(want))
+        << want << " and " << got;
+    const std::int64_t b = row / (host.heads * host.seqlen);
+    const std::int64_t h = row / host.seqlen % host.heads, i = row % host.seqlen;
+    for (std::int64_t d = 0; d < host.head_dim; ++d) {
+      const float x = read(host.o[into].view, b, i, h, d);
+      const float y = read(device.o[into].view, b, i, h, d);
+      ASSERT_LE(std::fabs(x - y), host.is_copied(row) ? 0.0f : half * (std::fabs(x) + 0x1p-10f));
+    }
+  }
+  EXPECT_TRUE(device.o[into].buffer.intact());
+}
 
 Status merge_on_device(States& s, std::size_t into) {
   const std::vector<Region> regions = s.regions();
@@ -182,27 +210,58 @@ TEST(MergeCuda, IsTheMergeOfTheCpu) {
           ASSERT_TRUE(merge(host.states(), host.state(into)));
           const Status status = merge_on_device(device, into);
           ASSERT_TRUE(status) << status.message();
-          const float half = dtype == DType::bf16  ? 0x1p-8f
-                             : dtype == DType::f16 ? 0x1p-11f
-                                                   : 0x1p-23f;
-          for (std::int64_t row = 0; row < host.batch * host.heads * host.seqlen; ++row) {
-            const float want = host.lse[into][index(row)], got = device.lse[into][index(row)];
-            // exp and log of two libraries: the last bit of f32 may differ.
-            ASSERT_TRUE(want == got || std::fabs(want - got) <= 0x1p-22f * std::fabs(want))
-                << want << " and " << got;
-            const std::int64_t b = row / (host.heads * host.seqlen);
-            const std::int64_t h = row / host.seqlen % host.heads, i = row % host.seqlen;
-            for (std::int64_t d = 0; d < dim; ++d) {
-              const float x = read(host.o[into].view, b, i, h, d);
-              const float y = read(device.o[into].view, b, i, h, d);
-              const bool copied = row % 4 < 2;  // of one state or none: to the bit
-              ASSERT_LE(std::fabs(x - y), copied ? 0.0f : half * (std::fabs(x) + 0x1p-10f));
-            }
-          }
-          EXPECT_TRUE(device.o[into].buffer.intact());
+          expect_merged(host, device, into);
         }
       }
     }
+  }
+}
+
+/// A graph has the places of few states and of many, and none of their values.
+TEST(MergeCuda, AGraphMergesWhatStatesAreWhenItRuns) {
+  RAFTER_SKIP_WITHOUT_SM90();
+  for (const std::size_t count : {3, 20}) {
+    SCOPED_TRACE(::testing::Message() << count << " states");
+    States device(count, DType::bf16, 40, Style::gaps);
+    States first(count, DType::bf16, 40, Style::gaps, 1);
+    States second(count, DType::bf16, 40, Style::gaps, 2);
+    ASSERT_TRUE(merge(first.states(), first.state(count)));
+    ASSERT_TRUE(merge(second.states(), second.state(count)));
+    const std::vector<Region> regions = device.regions();
+    const Mirror mirror(regions);
+    std::vector<AttentionState> there;
+    for (const AttentionState& state : device.states()) {
+      there.push_back({mirror.at(state.o), mirror.at(state.lse)});
+    }
+    const AttentionState out = device.state(count);
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    const Status status =
+        merge(there, {mirror.at(out.o), mirror.at(out.lse)}, Device::cuda(), {stream});
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_TRUE(status) << status.message();
+    ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+    for (States* const step : {&first, &second, &first}) {
+      for (std::size_t i = 0; i < count; ++i) {
+        ASSERT_EQ(
+            cudaMemcpy(mirror.at(static_cast<std::byte*>(device.o[i].buffer.data())),
+                       step->o[i].buffer.data(), step->o[i].buffer.bytes(), cudaMemcpyHostToDevice),
+            cudaSuccess);
+        ASSERT_EQ(cudaMemcpy(mirror.at(device.lse[i].data()), step->lse[i].data(),
+                             step->lse[i].size() * sizeof(float), cudaMemcpyHostToDevice),
+                  cudaSuccess);
+      }
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      ASSERT_EQ(cudaGraphLaunch(ready, stream), cudaSuccess);
+      mirror.fetch();
+      expect_merged(*step, device, count);
+    }
+    (void)cudaGraphExecDestroy(ready);
+    (void)cudaGraphDestroy(graph);
+    (void)cudaStreamDestroy(stream);
   }
 }
 
