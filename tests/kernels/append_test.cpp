@@ -20,6 +20,16 @@ TEST(Append, WritesRowsAtTheirPositionsInEveryDTypeAndLayout) {
   }
 }
 
+TEST(Append, CountsTokensPagesAndSequencesBeyond16Bits) {
+  for (const AppendCase& c : append_cases_beyond_16_bits()) {
+    SCOPED_TRACE(c.name);
+    AppendScene scene(c);
+    const Status status = on_cpu(scene.inputs(), scene.outputs());
+    ASSERT_TRUE(status) << status.message();
+    scene.check();
+  }
+}
+
 TEST(Append, CountsTokensThatHaveNoPlace) {
   AppendCase c{.name = "beyond", .seqlen = 4, .lengths = {0, 6, 9}, .capacity = 8};
   AppendScene dense(c);

@@ -118,6 +118,38 @@ inline std::vector<AppendCase> append_cases() {
   return cases;
 }
 
+/// Tokens, pages, positions and sequences that 16 bits do not count, in each way rows are taken.
+inline std::vector<AppendCase> append_cases_beyond_16_bits() {
+  constexpr std::int64_t kMany = 70'000;
+  const AppendCase one{.dtype = DType::bf16,
+                       .seqlen = kMany,
+                       .lengths = {5},
+                       .heads = 1,
+                       .head_dim = 8,
+                       .head_dim_v = 8,
+                       .capacity = kMany + 3,  // the last two are dropped
+                       .page_size = 1};
+  std::vector<AppendCase> cases(4, one);
+  cases[0].name = "copied into pages";
+  cases[0].index_dtype = DType::i64;
+  cases[1].name = "halves turned";
+  cases[1].head_dim = cases[1].head_dim_v = cases[1].rotary_dim = 16;
+  cases[1].max_position = kMany + 5;
+  cases[1].heads_q = 1;
+  cases[2].name = "neighbours turned, into int8";
+  cases[2].cache = DType::int8;
+  cases[2].rotary_dim = 8;
+  cases[2].pairs = Rope::Pairs::interleaved;
+  cases[2].max_position = kMany + 5;
+  cases[3].name = "one token of each sequence";
+  cases[3].seqlen = 1;
+  cases[3].lengths.assign(kMany, 1);
+  cases[3].lengths.back() = 0;
+  cases[3].capacity = 2;
+  cases[3].page_size = 0;
+  return cases;
+}
+
 /// The memory of a case, poisoned where nothing is said, and its oracle.
 class AppendScene {
  public:
