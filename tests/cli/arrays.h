@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -114,6 +115,19 @@ inline FloatArray read_f32(const std::filesystem::path& path) {
                 array.values.size() * sizeof(float));
   }
   return array;
+}
+
+/// Infinite where either is NaN, or the shapes differ.
+inline double largest_difference(const FloatArray& a, const FloatArray& b) {
+  if (a.shape != b.shape) {
+    return HUGE_VAL;
+  }
+  double worst = 0;
+  for (std::size_t i = 0; i < a.values.size(); ++i) {
+    const double difference = std::fabs(static_cast<double>(a.values[i]) - b.values[i]);
+    worst = std::isnan(difference) ? HUGE_VAL : std::fmax(worst, difference);
+  }
+  return worst;
 }
 
 }  // namespace rafter::test

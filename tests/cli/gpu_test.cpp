@@ -2,7 +2,6 @@
 // what a row says that a CPU's does not.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -11,19 +10,6 @@
 
 namespace rafter::test {
 namespace {
-
-/// Infinite where either is NaN, or the shapes differ.
-double largest_difference(const FloatArray& a, const FloatArray& b) {
-  if (a.shape != b.shape) {
-    return HUGE_VAL;
-  }
-  double worst = 0;
-  for (std::size_t i = 0; i < a.values.size(); ++i) {
-    const double difference = std::fabs(static_cast<double>(a.values[i]) - b.values[i]);
-    worst = std::isnan(difference) ? HUGE_VAL : std::fmax(worst, difference);
-  }
-  return worst;
-}
 
 class Gpu : public ::testing::Test {
  protected:
