@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/cuda/captured_graph.h"
 #include "kernels/cuda/device_buffer.h"
 #include "kernels/cuda/mirror.h"
 #include "kernels/cuda/require_sm90.h"
@@ -88,27 +89,17 @@ TEST(AppendCuda, AGraphAppendsWhereLengthsSayWhenItRuns) {
   AppendScene later(c);  // the same memory but for the lengths
   const std::vector<Region> regions = first.regions();
   const Mirror mirror(regions);
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t ready = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  const Status status =
-      append(mirror.at(first.inputs()), mirror.at(first.outputs()), Device::cuda(), {stream});
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_TRUE(status) << status.message();
-  ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](cudaStream_t stream) {
+    return append(mirror.at(first.inputs()), mirror.at(first.outputs()), Device::cuda(), {stream});
+  });
   void* const lengths = const_cast<void*>(mirror.at(first.inputs().seqused_kv).data);
   ASSERT_EQ(cudaMemcpy(lengths, later.inputs().seqused_kv.data, 2 * sizeof(std::int32_t),
                        cudaMemcpyHostToDevice),
             cudaSuccess);
-  ASSERT_EQ(cudaGraphLaunch(ready, stream), cudaSuccess);
+  graph.launch();
   mirror.fetch();
   ASSERT_TRUE(append(later.inputs(), later.outputs(), Device::cpu()));
   EXPECT_TRUE(first.same_bits(later));
-  (void)cudaGraphExecDestroy(ready);
-  (void)cudaGraphDestroy(graph);
-  (void)cudaStreamDestroy(stream);
 }
 
 /// States of random values, in memory of the host; some rows are empty and full of NaN.
@@ -234,16 +225,9 @@ TEST(MergeCuda, AGraphMergesWhatStatesAreWhenItRuns) {
       there.push_back({mirror.at(state.o), mirror.at(state.lse)});
     }
     const AttentionState out = device.state(count);
-    cudaStream_t stream = nullptr;
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    const Status status =
-        merge(there, {mirror.at(out.o), mirror.at(out.lse)}, Device::cuda(), {stream});
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_TRUE(status) << status.message();
-    ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+    const CapturedGraph graph([&](cudaStream_t stream) {
+      return merge(there, {mirror.at(out.o), mirror.at(out.lse)}, Device::cuda(), {stream});
+    });
     for (States* const step : {&first, &second, &first}) {
       for (std::size_t i = 0; i < count; ++i) {
         ASSERT_EQ(
@@ -255,13 +239,10 @@ TEST(MergeCuda, AGraphMergesWhatStatesAreWhenItRuns) {
                   cudaSuccess);
       }
       ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-      ASSERT_EQ(cudaGraphLaunch(ready, stream), cudaSuccess);
+      graph.launch();
       mirror.fetch();
       expect_merged(*step, device, count);
     }
-    (void)cudaGraphExecDestroy(ready);
-    (void)cudaGraphDestroy(graph);
-    (void)cudaStreamDestroy(stream);
   }
 }
 

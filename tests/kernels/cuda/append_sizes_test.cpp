@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/element.h"
+#include "kernels/cuda/captured_graph.h"
 #include "kernels/cuda/device_buffer.h"
 #include "kernels/cuda/mirror.h"
 #include "kernels/cuda/require_sm90.h"
@@ -182,16 +183,10 @@ void expect_graph_of_the_cpu(const AppendCase& c) {
   regions.push_back(lengths.buffer.region());
   regions.push_back(pages.buffer.region());
   const Mirror mirror(regions);
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t ready = nullptr;
-  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  const Status status = append(mirror.at(inputs_of(device, lengths, pages)),
-                               mirror.at(device.outputs()), Device::cuda(), {stream});
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_TRUE(status) << status.message();
-  ASSERT_EQ(cudaGraphInstantiate(&ready, graph, 0), cudaSuccess);
+  const CapturedGraph graph([&](cudaStream_t stream) {
+    return append(mirror.at(inputs_of(device, lengths, pages)), mirror.at(device.outputs()),
+                  Device::cuda(), {stream});
+  });
   std::mt19937 random(9);
   const std::vector<std::int64_t> steps[] = {{0, 3, 9}, {5, 8, 14}, {19, 23, 0}, {1, 2, 40}};
   for (const std::vector<std::int64_t>& used : steps) {
@@ -209,13 +204,10 @@ void expect_graph_of_the_cpu(const AppendCase& c) {
     set(mirror, lengths, used_now);
     set(mirror, pages, pages_now);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    ASSERT_EQ(cudaGraphLaunch(ready, stream), cudaSuccess);
+    graph.launch();
     mirror.fetch();
     EXPECT_TRUE(device.same_bits(host)) << "lengths from " << used[0] << " on";
   }
-  (void)cudaGraphExecDestroy(ready);
-  (void)cudaGraphDestroy(graph);
-  (void)cudaStreamDestroy(stream);
 }
 
 TEST(AppendCuda, AGraphFollowsPagesThatMove) {
